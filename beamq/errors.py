@@ -1,0 +1,111 @@
+"""Every error beamq raises on purpose, in one tree.
+
+    BeamqError                     exit
+    ├── CheckFailed                 1   a verification found something wrong
+    ├── UsageError                  2   the request itself makes no sense
+    ├── InputError                  3   something the user gave us is bad
+    │   ├── CheckpointError             a checkpoint's files, headers or index
+    │   ├── ConfigError                 config.json says something Beam cannot be
+    │   ├── TensorError                 a tensor is missing, mis-shaped, mis-typed or not finite
+    │   ├── AlreadyQuantizedError       the source is not a high-precision checkpoint
+    │   ├── RecipeError                 a recipe or pattern
+    │   ├── CalibrationError            calibration data or a statistics file
+    │   └── ResumeError                 the output belongs to another run
+    ├── EnvironmentFault            4   the machine: disk, memory, devices, packages
+    │   ├── DiskError
+    │   ├── MemoryBudgetError
+    │   ├── DeviceError
+    │   ├── OutputBusyError
+    │   └── MissingDependencyError
+    └── Interrupted               130   Ctrl-C or SIGTERM; the run can be resumed
+
+A message says what is wrong, where, what was expected and what to do, in one or two lines.
+The command line catches `BeamqError` once and turns `exit_code` into the process's status;
+anything else that escapes is a defect of beamq's.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class BeamqError(Exception):
+    """Base of every error raised on purpose. `str(error)` is ready to be shown."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class CheckFailed(BeamqError):
+    """A verification ran to its end and found at least one fault."""
+
+
+class UsageError(BeamqError):
+    """Options that contradict each other, or lack something a command needs."""
+
+    exit_code = 2
+
+
+class InputError(BeamqError):
+    """The user's input is at fault; nothing was changed."""
+
+    exit_code = 3
+
+
+class CheckpointError(InputError):
+    """A checkpoint's files, safetensors headers or index are missing, broken or hostile."""
+
+
+class ConfigError(InputError):
+    """`config.json` is unreadable, not Beam's, or contradicts itself."""
+
+
+class TensorError(InputError):
+    """A tensor is missing, unexpected, mis-shaped, mis-typed or holds non-finite values."""
+
+
+class AlreadyQuantizedError(InputError):
+    """The source is quantized already; quantizing twice would lose precision unseen."""
+
+
+class RecipeError(InputError):
+    """A recipe is unknown, has unknown keys, or a pattern matches nothing."""
+
+
+class CalibrationError(InputError):
+    """Calibration data or a statistics file does not fit the model."""
+
+
+class ResumeError(InputError):
+    """An output folder holds something that this run did not make."""
+
+
+class EnvironmentFault(BeamqError):
+    """The machine, not the input, is at fault."""
+
+    exit_code = 4
+
+
+class DiskError(EnvironmentFault):
+    """No space, a failing device, a read-only folder, a file-size limit."""
+
+
+class MemoryBudgetError(EnvironmentFault):
+    """The smallest unit of work does not fit the memory allowed."""
+
+
+class DeviceError(EnvironmentFault):
+    """A requested device is absent or failed."""
+
+
+class OutputBusyError(EnvironmentFault):
+    """Another process is writing the same output."""
+
+
+class MissingDependencyError(EnvironmentFault):
+    """An optional package is needed for this command and is not installed."""
+
+
+class Interrupted(BeamqError):
+    """The user stopped the run; what is durable is kept."""
+
+    exit_code = 130
