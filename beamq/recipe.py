@@ -1,0 +1,194 @@
+"""What becomes what: a recipe names a format for each role of linear; the rest stays precise.
+
+In: a built-in name or the path of a YAML file. Out: a frozen `Recipe` with a digest.
+
+A recipe is closed by default: unknown keys are refused, and a role no rule names keeps the
+precision of the source. The keys, all of them:
+
+    name         short name, used in cards and reports
+    summary      one sentence for people
+    rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8
+    scales       NVFP4 block scales; `max`: from the block's largest magnitude
+    kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
+                 Beam refuses them)
+    exclude      patterns of modules to leave precise (see `matches`)
+
+One format only: files that mix NVFP4 and FP8 load in vLLM alone, so such rules are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from beamq.errors import RecipeError
+from beamq.roles import QUANTIZABLE, Role
+
+FORMATS = ("nvfp4", "fp8")
+BUILT_IN = ("nvfp4", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
+MAX_RECIPE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A checked recipe. Build one with `load_recipe` or `parse_recipe`."""
+
+    name: str
+    summary: str
+    rules: Mapping[Role, str]
+    scales: str = "max"
+    kv_cache: str = "none"
+    exclude: tuple[str, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """The one format of every quantized linear: `nvfp4` or `fp8`."""
+        return next(iter(self.rules.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain data, the way its YAML would read."""
+        data = dataclasses.asdict(self)
+        data["rules"] = {role.value: fmt for role, fmt in self.rules.items()}
+        data["exclude"] = list(self.exclude)
+        return data
+
+    def digest(self) -> str:
+        """SHA-256 of everything that can change a byte of the output."""
+        data = self.to_dict()
+        del data["summary"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def with_options(
+        self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None
+    ) -> Recipe:
+        """This recipe with command-line options laid over it."""
+        data = self.to_dict()
+        data["exclude"] = [*self.exclude, *exclude]
+        data["kv_cache"] = kv_cache or self.kv_cache
+        return parse_recipe(data, origin=self.name)
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """A built-in recipe by name, or a YAML file by path. Raises `RecipeError`."""
+    if name_or_path in BUILT_IN:
+        text = resources.files("beamq.recipes").joinpath(f"{name_or_path}.yaml").read_text()
+        return _from_yaml(text, name_or_path)
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        raise RecipeError(
+            f"no recipe named {name_or_path!r}; choose one of {', '.join(BUILT_IN)} or give the"
+            " path of a .yaml file"
+        )
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(f"{path}: larger than 1 MiB; not a recipe")
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise RecipeError(f"{path}: recipe cannot be read: {fault}") from None
+    return _from_yaml(text, str(path))
+
+
+def _from_yaml(text: str, origin: str) -> Recipe:
+    import yaml  # only where a recipe is read
+
+    try:
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as fault:
+        detail = " ".join(str(fault).split())[:160]
+        raise RecipeError(f"{origin}: not valid YAML: {detail}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{origin}: holds a {type(data).__name__}, expected keys and values")
+    return parse_recipe(data, origin=origin)
+
+
+def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
+    """Check plain data and build the `Recipe`; `origin` names the source in errors."""
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    unknown = [str(key) for key in data if key not in known]
+    if unknown:
+        raise RecipeError(
+            f"{origin}: unknown key {', '.join(unknown)[:120]}; known keys are"
+            f" {', '.join(sorted(known))}"
+        )
+    for key in ("name", "summary"):
+        value = data.get(key)
+        if not isinstance(value, str) or not value or not value.isprintable() or len(value) > 300:
+            raise RecipeError(f"{origin}: {key} must be one line of text")
+    exclude = data.get("exclude", ())
+    if not isinstance(exclude, (list, tuple)) or not all(
+        isinstance(pattern, str) and pattern for pattern in exclude
+    ):
+        raise RecipeError(f"{origin}: exclude must be a list of patterns")
+    for pattern in exclude:
+        matches(pattern, "")
+    return Recipe(
+        name=data["name"],
+        summary=data["summary"],
+        rules=_rules(data.get("rules"), origin),
+        scales=_choice(data, "scales", "max", ("max",), origin),
+        kv_cache=_choice(data, "kv_cache", "none", ("none", "fp8"), origin),
+        exclude=tuple(exclude),
+    )
+
+
+def _rules(value: Any, origin: str) -> dict[Role, str]:
+    names = [role.value for role in QUANTIZABLE]
+    if not isinstance(value, Mapping) or not value:
+        raise RecipeError(f"{origin}: rules must map at least one of {', '.join(names)} to a format")
+    rules: dict[Role, str] = {}
+    for role in QUANTIZABLE:
+        if role.value in value:
+            rules[role] = value[role.value]
+    for key, fmt in value.items():
+        if key not in names:
+            raise RecipeError(
+                f"{origin}: rules names {str(key)[:60]!r}; only {', '.join(names)} can be"
+                " quantized, all else stays precise"
+            )
+        if fmt not in FORMATS:
+            raise RecipeError(
+                f"{origin}: rules.{key} is {str(fmt)[:60]!r}, expected {' or '.join(FORMATS)}"
+            )
+    if len(set(rules.values())) > 1:
+        raise RecipeError(
+            f"{origin}: rules mix NVFP4 and FP8; SGLang refuses such files and only vLLM loads"
+            " them. Use one format"
+        )
+    return rules
+
+
+def _choice(
+    data: Mapping[str, Any], key: str, default: str, allowed: tuple[str, ...], origin: str
+) -> str:
+    value = data.get(key, default)
+    if value not in allowed:
+        raise RecipeError(
+            f"{origin}: {key} is {str(value)[:60]!r}, expected {' or '.join(allowed)}"
+        )
+    return str(value)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether an exclude pattern names a module.
+
+    `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
+    `?` or `[`) that must match the whole name; otherwise a name: the whole module or a run of
+    its dotted parts (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
+    for an invalid regular expression.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern[3:], module) is not None
+        except (re.error, RecursionError, OverflowError) as fault:
+            raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
+    if any(character in pattern for character in "*?["):
+        return fnmatch.fnmatchcase(module, pattern)
+    return f".{pattern}." in f".{module}."
