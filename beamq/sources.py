@@ -1,0 +1,238 @@
+"""Account for every tensor of a source: what it is, whether it is whole, and where its rows lie.
+
+In: an opened `Checkpoint` and its `BeamConfig`. Out: `SourceMap`: one byte range for each
+tensor a Beam must have (packed 3-D experts cut into per-expert rows), the extra tensors that are
+copied bit for bit, and those left out on purpose with the reason. Anything missing, mis-shaped,
+mis-typed or already quantized is an error here, from the headers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from beamq.checkpoint import FLOAT_SOURCES, ITEMSIZE, Checkpoint, TensorSpec
+from beamq.config import BeamConfig
+from beamq.errors import AlreadyQuantizedError, TensorError
+from beamq.roles import (
+    PRECISE_FP32,
+    Role,
+    TensorRole,
+    classify,
+    expected_tensors,
+    packed_shape,
+)
+
+QUANTIZED_SUFFIXES = (
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_scale_inv",
+    ".input_scale",
+    ".weight_packed",
+    ".weight_global_scale",
+    ".input_global_scale",
+)
+DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRange:
+    """Whole rows of a stored tensor: `nbytes` bytes from byte `start` of `spec`."""
+
+    spec: TensorSpec
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceMap:
+    """Every source tensor accounted for: `found` + `extra` + `dropped` are all there are."""
+
+    found: tuple[tuple[TensorRole, SourceRange], ...]
+    extra: tuple[TensorSpec, ...]
+    dropped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
+    """Resolve every expected tensor. Raises `TensorError` or `AlreadyQuantizedError`."""
+    refuse_quantized(checkpoint)
+    packed = _packed_tensors(checkpoint, config)
+    found: list[tuple[TensorRole, SourceRange]] = []
+    missing: list[str] = []
+    used = {spec.name for spec in packed.values()}
+    for role, shape in expected_tensors(config):
+        spec = checkpoint.tensors.get(role.name)
+        if spec is not None:
+            _check_spec(role, spec, shape)
+            used.add(role.name)
+            found.append((role, _whole(spec)))
+        elif role.role is Role.EXPERT and (role.layer, _packed_name(role)) in packed:
+            found.append((role, _cut(packed[role.layer or 0, _packed_name(role)], role, shape)))
+        else:
+            missing.append(role.name)
+    if missing:
+        raise TensorError(
+            f"{checkpoint.root}: {len(missing)} tensors that config.json calls for are missing:"
+            f" {_few(missing)}"
+        )
+    extra, dropped = _leftovers(checkpoint, used, config)
+    notes = _notes(checkpoint, found, extra)
+    return SourceMap(
+        found=tuple(found), extra=tuple(extra), dropped=tuple(dropped), notes=tuple(notes)
+    )
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Raise `AlreadyQuantizedError` if the tensors are quantized, whatever the config says."""
+    for name, spec in checkpoint.tensors.items():
+        known = classify(name).role is not Role.EXTRA
+        if name.endswith(QUANTIZED_SUFFIXES) or (
+            known and spec.dtype in ("U8", "I8", "F8_E4M3", "F8_E5M2")
+        ):
+            kind = "NVFP4" if spec.dtype == "U8" or name.endswith("_scale_2") else "FP8"
+            declared = checkpoint.config.get("quantization_config")
+            if isinstance(declared, dict):
+                kind = str(declared.get("quant_algo") or declared.get("format") or kind)[:40]
+            raise AlreadyQuantizedError(
+                f"{checkpoint.root}: already quantized ({kind}; {name} is {spec.dtype})."
+                " Use the BF16 original, or `beamq dequantize` first"
+            )
+
+
+def _packed_name(role: TensorRole) -> str:
+    return "down_proj" if role.proj == "down_proj" else "gate_up_proj"
+
+
+def _packed_tensors(
+    checkpoint: Checkpoint, config: BeamConfig
+) -> dict[tuple[int, str], TensorSpec]:
+    """(layer, gate_up_proj|down_proj) -> packed tensor, with its shape checked."""
+    packed: dict[tuple[int, str], TensorSpec] = {}
+    for spec in checkpoint.tensors.values():
+        role = classify(spec.name)
+        if role.packed is None or role.layer is None or role.layer not in config.sparse_layers:
+            continue
+        key = (role.layer, role.packed)
+        if key in packed:
+            raise TensorError(f"{spec.name} and {packed[key].name} hold the same experts twice")
+        single = f"model.layers.{role.layer}.mlp.experts.0.down_proj.weight"
+        if single in checkpoint.tensors:
+            raise TensorError(
+                f"layer {role.layer} has packed experts ({spec.name}) and per-expert ones"
+                f" ({single}); remove one form"
+            )
+        _check_spec(role, spec, packed_shape(config, role.packed))
+        packed[key] = spec
+    return packed
+
+
+def _check_spec(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    if spec.dtype not in FLOAT_SOURCES:
+        raise TensorError(
+            f"{spec.name}: dtype {spec.dtype}, expected {' or '.join(FLOAT_SOURCES)}"
+            f" ({role.role.value}, {spec.file})"
+        )
+    if spec.shape != shape:
+        raise TensorError(
+            f"{spec.name}: shape {list(spec.shape)}, but config.json calls for {list(shape)}"
+            f" ({role.role.value}, {spec.file})"
+        )
+
+
+def _whole(spec: TensorSpec) -> SourceRange:
+    return SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+
+
+def _cut(spec: TensorSpec, role: TensorRole, shape: tuple[int, ...]) -> SourceRange:
+    """One expert's rows of a packed tensor; in [E, 2I, H] the gate's rows come first."""
+    nbytes = shape[0] * shape[1] * ITEMSIZE[spec.dtype]
+    slots = 1 if role.proj == "down_proj" else 2
+    slot = (role.expert or 0) * slots + (1 if role.proj == "up_proj" else 0)
+    return SourceRange(spec=spec, start=slot * nbytes, nbytes=nbytes, shape=shape)
+
+
+def _leftovers(
+    checkpoint: Checkpoint, used: set[str], config: BeamConfig
+) -> tuple[list[TensorSpec], list[tuple[str, str]]]:
+    extra: list[TensorSpec] = []
+    dropped: list[tuple[str, str]] = []
+    for name, spec in checkpoint.tensors.items():
+        if name in used:
+            continue
+        if name.endswith(DERIVED_SUFFIXES):
+            dropped.append((name, "recomputed from config.json by every loader"))
+        else:
+            extra.append(spec)
+    return extra, dropped
+
+
+def _notes(
+    checkpoint: Checkpoint, found: list[tuple[TensorRole, SourceRange]], extra: list[TensorSpec]
+) -> Iterator[str]:
+    careless = [
+        role.name
+        for role, source in found
+        if role.role in PRECISE_FP32 and source.spec.dtype != "F32"
+    ]
+    if careless:
+        yield (
+            f"{len(careless)} router tensors are not FP32 in the source (a cast before saving?);"
+            " their values are kept exactly and stored as FP32, but bits lost earlier stay lost"
+        )
+    heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
+    if heads:
+        yield (
+            "config.json ties the embeddings yet lm_head.weight is stored; it is copied, and must"
+            " equal the embeddings"
+        )
+    others = [spec.name for spec in extra if spec.name != "lm_head.weight"]
+    if others:
+        yield (
+            f"{len(others)} tensors are not Beam's ({_few(others)}); copied bit for bit, but"
+            " vLLM and SGLang stop at names they do not know"
+        )
+    declared = "quantization_config" in checkpoint.config
+    if declared or (checkpoint.root / "hf_quant_config.json").exists():
+        yield "the source's config claims a quantization its tensors do not have; claim dropped"
+
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
+REPLACED_FILES = ("config.json", "hf_quant_config.json", "beamq.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """A file that travels with the weights: `source` and `target` are relative to the folders."""
+
+    source: str
+    target: str
+    nbytes: int
+
+
+def companion_files(root: Path) -> tuple[Companion, ...]:
+    """Tokenizer, templates, licence, code and sub-folders: everything but weights and configs.
+
+    Weights of any format, their indices, quantization configs and hidden files stay behind. The
+    source's README becomes README.source.md. A link is followed only to a regular file.
+    """
+    found: list[Companion] = []
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root)
+        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+            continue
+        name = relative.as_posix()
+        if name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json"):
+            continue
+        if name in REPLACED_FILES or name.startswith("beamq-"):
+            continue
+        target = "README.source.md" if name == "README.md" else name
+        found.append(Companion(source=name, target=target, nbytes=path.stat().st_size))
+    return tuple(found)
+
+
+def _few(items: list[str], count: int = 3) -> str:
+    shown = ", ".join(item[:120] for item in items[:count])
+    return shown + (f" and {len(items) - count} more" if len(items) > count else "")
