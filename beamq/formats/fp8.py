@@ -1,0 +1,44 @@
+"""FP8 (E4M3) with one FP32 scale per output row, in plain torch.
+
+In:  a weight [N, K] in BF16, F16 or FP32.
+Out: codes F8_E4M3 [N, K] and scale F32 [N, 1], value = code * scale, by the rule
+
+    scale = amax_row / 448        code = E4M3(w / scale)
+
+in FP32 from the values as stored, with the scale that is stored: the per-channel rule of NVIDIA
+ModelOpt with an FP32 scale. llm-compressor's FP8_DYNAMIC rounds the scale to BF16, which costs a
+little accuracy and nothing is gained by it: the engines read FP32.
+
+A row of zeros has no scale of its own; amax counts as 1.0, so the scale is 1/448 and the codes are
+zeros (with the sign that each zero had). A scale is never below the smallest normal FP32 value.
+Values must be finite: NaN and infinities saturate here, and don't count towards a row's amax; the
+kernels count them and callers refuse the tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from beamq.formats.numerics import E4M3_MAX, SCALE_FLOOR, to_e4m3
+
+
+def row_scales(amax_N1: torch.Tensor) -> torch.Tensor:
+    """FP32 scales for FP32 row amax, elementwise; finite and positive for any finite amax."""
+    one_if_zero = torch.where(amax_N1 == 0, 1.0, amax_N1)
+    # A tensor divisor: with a Python number CUDA multiplies by the reciprocal instead.
+    return (one_if_zero / torch.full_like(amax_N1, E4M3_MAX)).clamp(min=SCALE_FLOOR)
+
+
+def quantize_rows(w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes F8_E4M3 [N, K] and scale F32 [N, 1] of `w_NK` [N, K]."""
+    w = w_NK.float()
+    magnitude = torch.where(w.isfinite(), w.abs(), 0.0)
+    scale_N1 = row_scales(magnitude.amax(dim=-1, keepdim=True))
+    return to_e4m3(w / scale_N1), scale_N1
+
+
+def dequantize_rows(
+    codes_NK: torch.Tensor, scale_N1: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """[N, K] values in `dtype`: the FP32 product, rounded once more to `dtype`."""
+    return (codes_NK.float() * scale_N1.float()).to(dtype)

@@ -1,0 +1,205 @@
+"""CPU kernels over raw buffers, without torch: what conversion and verification run on.
+
+In:  bytes-like buffers (bytes, bytearray, memoryview, mmap, NumPy arrays) at any alignment, with
+     the dtype as safetensors names it ("BF16", "F16", "F32"); outputs are writable buffers of
+     exactly the right size. `k` is the length of a row; a buffer holds whole rows.
+Out: bytes equal to formats/nvfp4.py and formats/fp8.py, and small records of counts.
+
+The C extension `_cpu` does the work and releases the GIL, so threads scale over chunks of rows.
+Where it could not be built, `twin` computes the same with torch, some fifty times slower and after
+torch's import; `BACKEND` says which is in use. The environment variable BEAMQ_CPU_KERNELS=torch
+chooses the twin, =c insists on the extension.
+
+Every function raises ValueError when a size, dtype or k doesn't fit, before anything is written;
+these are defects of the caller, not of the user's input. Non-finite values are counted, never
+raised: which tensor they are in is known to the caller only.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from beamq.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AmaxResult:
+    amax: float
+    """Largest magnitude of the finite values (an exact FP32 number); 0.0 if there are none."""
+    nonfinite: int
+    first_nonfinite: int
+    """Index of the first NaN or infinity, -1 if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nvfp4Counts:
+    """Blocks of 16, by what became of their scale."""
+
+    saturated: int
+    """Ideal scale above what rounds to 448: the global scale is too small, values are clipped."""
+    underflow: int
+    """Ideal scale that would round to 0 and was raised to 2^-9: small next to the tensor's amax."""
+    zero: int
+    """All zeros; scale 1.0."""
+    nonfinite: int
+    """Holding a NaN or an infinity: the bytes mean nothing, refuse the tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Counts:
+    nonfinite: int
+    first_nonfinite: int
+    """Index in the buffer, -1 if there is none."""
+    zero_rows: int
+    """Rows of zeros; scale 1/448."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A source and its quantized form, element by element; sums of chunks may be added."""
+
+    sum_sq_error: float
+    sum_sq_source: float
+    max_abs_error: float
+    out_of_bound: int
+    """Elements that no rounding to nearest would have given (see `nvfp4_compare`)."""
+    first_out_of_bound: int
+    """Index in the buffer, -1 if there is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleScan:
+    """Faulty bytes among stored E4M3 scales, which have to be positive numbers."""
+
+    nan: int
+    zero: int
+    negative: int
+    first: int
+    """Index of the first of any kind, -1 if there is none."""
+
+
+def _choose() -> tuple[Any, Literal["c", "torch"]]:
+    wanted = os.environ.get("BEAMQ_CPU_KERNELS", "")
+    if wanted not in ("", "c", "torch"):
+        raise EnvironmentFault(f"BEAMQ_CPU_KERNELS is '{wanted}'; it may be 'c' or 'torch'")
+    if wanted != "torch":
+        try:
+            from beamq.formats.kernels import _cpu  # absent where no compiler was found
+
+            return _cpu, "c"
+        except ImportError as error:
+            if wanted == "c":
+                raise EnvironmentFault(
+                    f"BEAMQ_CPU_KERNELS=c, but the compiled kernels cannot be imported ({error}). "
+                    "Reinstall beamq where a C compiler is found."
+                ) from error
+    from beamq.formats.kernels import twin  # imports torch
+
+    return twin, "torch"
+
+
+_backend, BACKEND = _choose()
+
+
+def nvfp4_global_scale(amax: float) -> float:
+    """`formats.nvfp4.global_scale_from_amax` without torch: the FP32 number amax / 2688.
+
+    `amax` is an FP32 number, so FP64 division rounded to FP32 is the correctly rounded FP32 one.
+    """
+    quotient: float = struct.unpack("<f", struct.pack("<f", (amax or 1.0) / 2688.0))[0]
+    return max(quotient, 2.0**-126)
+
+
+def amax(src: Buffer, dtype: str) -> AmaxResult:
+    value, nonfinite, first = _backend.amax(src, dtype)
+    return AmaxResult(amax=value, nonfinite=nonfinite, first_nonfinite=first)
+
+
+def nvfp4_quantize(
+    src: Buffer, dtype: str, k: int, global_scale: float, out_codes: Buffer, out_scales: Buffer
+) -> Nvfp4Counts:
+    """Rows [N, k] -> `out_codes` [N, k/2] and `out_scales` E4M3 [N, k/16]; k a multiple of 16."""
+    saturated, underflow, zero, nonfinite = _backend.nvfp4_quantize(
+        src, dtype, k, global_scale, out_codes, out_scales
+    )
+    return Nvfp4Counts(saturated=saturated, underflow=underflow, zero=zero, nonfinite=nonfinite)
+
+
+def fp8_quantize_rows(
+    src: Buffer, dtype: str, k: int, out_codes: Buffer, out_scales: Buffer
+) -> Fp8Counts:
+    """Rows [N, k] -> `out_codes` E4M3 [N, k] and `out_scales` F32 [N]."""
+    nonfinite, first, zero_rows = _backend.fp8_quantize_rows(src, dtype, k, out_codes, out_scales)
+    return Fp8Counts(nonfinite=nonfinite, first_nonfinite=first, zero_rows=zero_rows)
+
+
+def nvfp4_dequantize(
+    codes: Buffer, scales: Buffer, k: int, global_scale: float, out: Buffer, out_dtype: str
+) -> None:
+    """FP32((code * block_scale) * global_scale) to `out`, "F32" or rounded once more to "BF16".
+
+    The product in parentheses is exact.
+    """
+    _backend.nvfp4_dequantize(codes, scales, k, global_scale, out, out_dtype)
+
+
+def fp8_dequantize_rows(codes: Buffer, scales: Buffer, k: int, out: Buffer, out_dtype: str) -> None:
+    """FP32(code * scale) to `out`, "F32" or rounded once more to "BF16"."""
+    _backend.fp8_dequantize_rows(codes, scales, k, out, out_dtype)
+
+
+def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
+    """F32 or F16 to "BF16" (nearest even), BF16 or F16 to "F32" (exact).
+
+    Returns how many finite values became infinite (FP32 beyond BF16's range). NaN stays NaN.
+    """
+    overflowed: int = _backend.convert(src, src_dtype, out, out_dtype)
+    return overflowed
+
+
+def nvfp4_compare(
+    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int, global_scale: float
+) -> Comparison:
+    """Decode and compare with the source rows the codes were made from.
+
+    With s = block_scale * global_scale, an element is in bound if |x| lies, along its code's sign,
+    between the midpoints to the neighbouring E2M1 magnitudes times s. For the code 6 the upper end
+    is 6 * global_scale * (block_scale + half the E4M3 gap above it): what a block scale rounded
+    down to nearest leaves beyond the grid, so deliberate clipping is out of bound. Both ends
+    are widened by what FP32 rounding may move them (2^-22 of x). A scale that is NaN, zero or
+    negative puts its whole block out of bound.
+    """
+    return _comparison(_backend.nvfp4_compare(src, src_dtype, codes, scales, k, global_scale))
+
+
+def fp8_compare(src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int) -> Comparison:
+    """As `nvfp4_compare`, on the E4M3 grid times the row's scale; 448 reaches up to 464."""
+    return _comparison(_backend.fp8_compare(src, src_dtype, codes, scales, k))
+
+
+def equal(a: Buffer, b: Buffer) -> int:
+    """Index of the first byte in which two buffers of one size differ, or -1."""
+    first: int = _backend.equal(a, b)
+    return first
+
+
+def scan_e4m3_scales(scales: Buffer) -> ScaleScan:
+    nan, zero, negative, first = _backend.scan_e4m3_scales(scales)
+    return ScaleScan(nan=nan, zero=zero, negative=negative, first=first)
+
+
+def _comparison(numbers: tuple[float, float, float, int, int]) -> Comparison:
+    error, source, worst, count, first = numbers
+    return Comparison(
+        sum_sq_error=error,
+        sum_sq_source=source,
+        max_abs_error=worst,
+        out_of_bound=count,
+        first_out_of_bound=first,
+    )

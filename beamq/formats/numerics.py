@@ -1,0 +1,67 @@
+"""The two small floating-point grids, and rounding onto them, in plain torch.
+
+E2M1 (FP4) has a sign and the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6; a code is sign * 8 + index into
+them. E4M3 (FP8, the "fn" kind) has no infinity, one NaN per sign and a largest value of 448.
+Both are rounded to nearest, ties to the even code, and saturate: a value beyond the grid becomes
+its end, never NaN.
+
+Two things are handled here once so that no caller has to: hardware and torch back ends disagree on
+what an E4M3 cast does above 448 (saturate, or NaN), so values are clamped before the cast; and a
+value that rounds to zero keeps its sign in E2M1 only if it was not itself a zero (-0.0 becomes +0,
+-0.1 becomes -0), which is what NVIDIA ModelOpt writes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MAX = 6.0
+E4M3_MAX = 448.0
+E4M3_MIN = 2.0**-9
+"""The smallest positive E4M3 value; a block scale is never less."""
+SCALE_FLOOR = 2.0**-126
+"""The smallest normal FP32 value: a scale at or above it is no denormal, its reciprocal finite."""
+NVFP4_BLOCK = 16
+NVFP4_RANGE = E2M1_MAX * E4M3_MAX
+"""Largest magnitude at global scale 1: 6 * 448 = 2688."""
+
+# Midpoints between neighbouring magnitudes. A tie goes to the even code: down at a midpoint with an
+# even lower neighbour, up at the others.
+_TIES_DOWN = (0.25, 1.25, 2.5, 5.0)
+_TIES_UP = (0.75, 1.75, 3.5)
+
+
+def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
+    """U8 codes 0..15 of the nearest E2M1 values of FP32 `x`, any shape; NaN saturates."""
+    magnitude = torch.nan_to_num(x.abs(), nan=E4M3_MAX)
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for midpoint in _TIES_DOWN:
+        code += magnitude > midpoint
+    for midpoint in _TIES_UP:
+        code += magnitude >= midpoint
+    return code | ((x < 0).to(torch.uint8) << 3)
+
+
+def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """FP32 values of U8 codes 0..15, any shape."""
+    signed = E2M1_MAGNITUDES + tuple(-m for m in E2M1_MAGNITUDES)
+    table = torch.tensor(signed, dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_nibbles(codes_NK: torch.Tensor) -> torch.Tensor:
+    """[..., K] codes -> [..., K/2] bytes; the low nibble holds the even k."""
+    return codes_NK[..., 0::2] | (codes_NK[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed_NH: torch.Tensor) -> torch.Tensor:
+    """[..., K/2] bytes -> [..., K] codes, the inverse of `pack_nibbles`."""
+    return torch.stack((packed_NH & 0x0F, packed_NH >> 4), dim=-1).flatten(-2)
+
+
+def to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """`x` (FP32) as E4M3: nearest even, saturating at +-448; NaN becomes +448 or -448."""
+    # copysign: a NaN has lost its magnitude, not its sign bit, and the kernels keep that.
+    top = torch.copysign(torch.full_like(x, E4M3_MAX), x)
+    return torch.where(x.isnan(), top, x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
