@@ -74,9 +74,7 @@ def quantized_units(
     """Units to quantize. Raises `RecipeError` if none is left or a width does not fit."""
     excluded = {unit for exclusion in exclusions for unit in exclusion.units}
     units = frozenset(
-        unit
-        for unit in layer_units(config)
-        if unit[1] in recipe.rules and unit not in excluded
+        unit for unit in layer_units(config) if unit[1] in recipe.rules and unit not in excluded
     )
     if not units:
         raise RecipeError(

@@ -23,21 +23,11 @@ from beamq.exclusion import Exclusion, apply_exclusions, quantized_units, tensor
 from beamq.formats import layout
 from beamq.recipe import Recipe
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, fused_group
+from beamq.shards import OutputTensor, Shard
 from beamq.sources import Companion, SourceMap, SourceRange, companion_files, map_sources
 
 PLAN_FORMAT = 1  # raised whenever the same input would give other bytes
 DEFAULT_SHARD_BYTES = 5_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputTensor:
-    """One tensor to be written. `offset` counts from the start of its shard's file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +52,6 @@ class Job:
     def source_nbytes(self) -> int:
         """Bytes to read."""
         return sum(member.source.nbytes for member in self.members)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
-    """One output file: `header` is its first bytes, `tensors` lie in file order behind it."""
-
-    name: str
-    header: bytes = field(repr=False)
-    tensors: tuple[OutputTensor, ...] = field(repr=False)
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +125,7 @@ def make_plan(
     exclusions = apply_exclusions(config, recipe, (role for role, _ in sources.found))
     units = quantized_units(config, recipe, exclusions)
     jobs, shards = _place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
-    modules = sorted(
-        classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2
-    )
+    modules = sorted(classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2)
     modules = [module for module in modules if module != "lm_head"]
     make_ignore = (
         layout.compressed_tensors_ignore if recipe.format == "fp8" else layout.modelopt_ignore
@@ -186,9 +164,7 @@ class _Draft:
     members: list[_DraftMember]
 
     def nbytes(self) -> int:
-        return sum(
-            _nbytes(dtype, shape) for _, _, outs in self.members for _, dtype, shape in outs
-        )
+        return sum(_nbytes(dtype, shape) for _, _, outs in self.members for _, dtype, shape in outs)
 
 
 def _draft_jobs(

@@ -66,9 +66,7 @@ class Recipe:
         del data["summary"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
-    def with_options(
-        self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None
-    ) -> Recipe:
+    def with_options(self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None) -> Recipe:
         """This recipe with command-line options laid over it."""
         data = self.to_dict()
         data["exclude"] = [*self.exclude, *exclude]
@@ -142,7 +140,9 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
 def _rules(value: Any, origin: str) -> dict[Role, str]:
     names = [role.value for role in QUANTIZABLE]
     if not isinstance(value, Mapping) or not value:
-        raise RecipeError(f"{origin}: rules must map at least one of {', '.join(names)} to a format")
+        raise RecipeError(
+            f"{origin}: rules must map at least one of {', '.join(names)} to a format"
+        )
     rules: dict[Role, str] = {}
     for role in QUANTIZABLE:
         if role.value in value:

@@ -1,0 +1,138 @@
+"""Turn a folder of finished shards into a checkpoint: configs, index, card, manifest.
+
+In: the plan, the journal's records, the source folder. Out: every file a loader or the Hub looks
+for. Order matters: what makes a folder loadable (index, config.json) comes after all it names,
+and `beamq.json`, the mark of a whole conversion, comes last.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from beamq.card import model_card
+from beamq.checkpoint import INDEX_NAME
+from beamq.checksum import DEFAULT_ALGORITHM, shard_digest
+from beamq.formats.layout import hf_quant_config, quantization_config
+from beamq.journal import ShardRecord
+from beamq.plan import Plan
+from beamq.shards import copy_file, write_file, write_json
+from beamq.version import __version__
+
+MANIFEST_NAME = "beamq.json"
+MANIFEST_FORMAT = 1
+RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", "llmcompressor")
+
+
+def finalise(
+    plan: Plan,
+    *,
+    source: Path,
+    source_config: Mapping[str, Any],
+    output: Path,
+    records: Mapping[str, ShardRecord],
+    input_scales: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Write everything but the shards. Returns the manifest. Raises `DiskError`."""
+    block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
+    manifest = build_manifest(plan, records, input_scales)
+    for companion in plan.companions:
+        copy_file(source / companion.source, output / companion.target)
+    write_file(output / "README.md", model_card(plan, source_config, source, input_scales).encode())
+    write_json(output / INDEX_NAME, build_index(plan))
+    if plan.recipe.format == "nvfp4":
+        write_json(output / "hf_quant_config.json", hf_quant_config(block))
+    write_json(output / "config.json", output_config(source_config, block))
+    write_json(output / MANIFEST_NAME, manifest)
+    return manifest
+
+
+def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The source's config.json, verbatim but for `dtype` and `quantization_config`."""
+    config = {
+        key: value
+        for key, value in source_config.items()
+        if key not in ("quantization_config", "torch_dtype")
+    }
+    config["dtype"] = "bfloat16"
+    config["quantization_config"] = dict(block)
+    return config
+
+
+def build_index(plan: Plan) -> dict[str, Any]:
+    """`model.safetensors.index.json`: totals, and the shard of every tensor, sorted by name."""
+    weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.tensors}
+    return {
+        "metadata": {
+            "total_parameters": plan.total_parameters,
+            "total_size": plan.tensor_nbytes,
+        },
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+
+def build_manifest(
+    plan: Plan, records: Mapping[str, ShardRecord], input_scales: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`beamq.json`: what made this folder, from what, and the checksum of every tensor."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "beamq": __version__,
+        "recipe": plan.recipe.to_dict(),
+        "digests": {
+            "plan": plan.digest(),
+            "recipe": plan.recipe.digest(),
+            "source": plan.source_fingerprint,
+        },
+        "input_scales": dict(input_scales),
+        "totals": {
+            "parameters": plan.total_parameters,
+            "quantized_parameters": plan.quantized_parameters,
+            "source_bytes": plan.source_nbytes,
+            "tensor_bytes": plan.tensor_nbytes,
+            "bits_per_weight": round(plan.bits_per_weight, 4),
+        },
+        "counts": _total_counts(plan, records),
+        "notes": list(plan.notes),
+        "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
+        "versions": {"python": platform.python_version(), **_versions()},
+        "checksum": DEFAULT_ALGORITHM,
+        "shards": [
+            {
+                "name": shard.name,
+                "bytes": shard.nbytes,
+                "digest": shard_digest(
+                    shard.header,
+                    (records[shard.name].tensors[tensor.name] for tensor in shard.tensors),
+                ),
+                "tensors": {
+                    tensor.name: records[shard.name].tensors[tensor.name]
+                    for tensor in shard.tensors
+                },
+            }
+            for shard in plan.shards
+        ],
+    }
+
+
+def _total_counts(plan: Plan, records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+    """Sums over shards; lists (names of all-zero groups) in plan order."""
+    totals: dict[str, Any] = {}
+    for shard in plan.shards:
+        for key, value in records[shard.name].counts.items():
+            totals[key] = totals[key] + value if key in totals else value
+    return totals
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that matter, read from their metadata without importing them."""
+    found: dict[str, str] = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,182 @@
+"""What is durable: an append-only record in the output folder that makes a killed run resumable.
+
+`.beamq/journal-<rank>.jsonl`: the first line is the run's identity, then one line for each shard
+whose bytes are on disk, written after the shard's fsync and before its rename; so a shard that is
+recorded is whole under one of its two names, and resuming only has to finish the rename. A last
+line cut off by a crash is ignored: its shard is made again.
+
+A resumed run must be the same run. Identity covers the source's files, the recipe, the plan, the
+input scales and beamq's version; a difference is refused by name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from beamq.errors import OutputBusyError, ResumeError
+from beamq.shards import disk_errors, sync_folder, write_file
+
+STATE_DIR = ".beamq"
+LOCK_NAME = ".beamq.lock"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What must be equal for a run to continue another."""
+
+    version: str
+    source: str
+    recipe: str
+    input_scales: str
+    plan: str
+    checksum: str
+
+
+_MEANING = {
+    "version": "another version of beamq",
+    "source": "a source that has changed since",
+    "recipe": "another recipe, --exclude or --kv-cache",
+    "input_scales": "other calibration statistics",
+    "plan": "another --max-shard-size or plan",
+    "checksum": "another checksum algorithm (is xxhash installed?)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRecord:
+    """A finished shard: tensor checksums in file order, and what the kernels counted."""
+
+    name: str
+    nbytes: int
+    tensors: Mapping[str, str]
+    counts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Journal:
+    """The records of one rank, appended to; `done` has those of every rank of the run."""
+
+    def __init__(self, folder: Path, identity: Identity, rank: int = 0) -> None:
+        self.state = folder / STATE_DIR
+        self._identity = identity
+        self._path = self.state / f"journal-{rank}.jsonl"
+        self._stream: BinaryIO | None = None
+        self.done: dict[str, ShardRecord] = {}
+
+    def load(self) -> None:
+        """Read every rank's records of an earlier run. Raises `ResumeError` if not the same run."""
+        self.done = {}
+        for path in sorted(self.state.glob("journal-*.jsonl")):
+            self._load_file(path)
+
+    def _load_file(self, path: Path) -> None:
+        with disk_errors(path, "reading the journal"):
+            lines = path.read_bytes().split(b"\n")
+        # What follows the last newline was cut off by a crash, or is empty.
+        entries = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1)]
+        if not entries:
+            return
+        check_identity(self._identity, entries[0], path.parent.parent)
+        for number, entry in enumerate(entries[1:], 2):
+            try:
+                record = ShardRecord(**entry)
+                sound = isinstance(record.name, str) and isinstance(record.nbytes, int)
+            except TypeError:
+                sound = False
+            if not sound:
+                raise ResumeError(f"{path}: line {number} is not a shard's record; use --overwrite")
+            self.done[record.name] = record
+
+    def open(self) -> None:
+        """Create or continue this rank's file, dropping a cut last line."""
+        with disk_errors(self._path, "opening the journal"):
+            self.state.mkdir(exist_ok=True)
+            whole = self._path.read_bytes() if self._path.exists() else b""
+            whole = whole[: whole.rfind(b"\n") + 1]
+            if not whole:
+                whole = _line(asdict(self._identity))
+            write_file(self._path, whole)
+            self._stream = self._path.open("ab")
+            sync_folder(self.state)
+
+    def append(self, record: ShardRecord) -> None:
+        """Record a shard; durable on return."""
+        if self._stream is None:
+            raise ValueError("the journal is not open")
+        with disk_errors(self._path, "writing the journal"):
+            self._stream.write(_line(asdict(record)))
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+        self.done[record.name] = record
+
+    def close(self) -> None:
+        """Close this rank's file."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def remove(self) -> None:
+        """Delete the state folder: the run is complete."""
+        self.close()
+        with disk_errors(self.state, "removing"):
+            shutil.rmtree(self.state, ignore_errors=True)
+
+
+def check_identity(identity: Identity, recorded: Mapping[str, Any], folder: Path) -> None:
+    """Raise `ResumeError` naming every way in which a recorded run differs."""
+    differences = [
+        meaning for key, meaning in _MEANING.items() if recorded.get(key) != getattr(identity, key)
+    ]
+    # A changed source or recipe changes the plan as well; name the cause only.
+    if len(differences) > 1 and _MEANING["plan"] in differences:
+        differences.remove(_MEANING["plan"])
+    if differences:
+        raise ResumeError(
+            f"{folder} was begun with {', '.join(differences)}; run it as before, or start again"
+            " with --overwrite"
+        )
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        raise ResumeError(f"{path}: line {number} is damaged; start again with --overwrite")
+    return entry
+
+
+class OutputLock:
+    """An exclusive lock on an output folder, released by the kernel if the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_NAME
+        with disk_errors(self._path, "creating the lock"):
+            self._descriptor = os.open(
+                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
+            )
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise OutputBusyError(
+                f"{folder}: another process is writing here; wait for it or choose another output"
+            ) from None
+
+    def release(self) -> None:
+        """Remove and unlock."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1

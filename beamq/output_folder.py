@@ -1,0 +1,93 @@
+"""The output folder before and after a run: may we write here, is there room, what is stale.
+
+Refused: an output inside (or equal to, or around) the source, a non-empty folder without
+`--overwrite` or `--resume`, one that `--overwrite` would empty though it is no checkpoint, a disk
+too small for what the plan will write.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from beamq.checkpoint import INDEX_NAME
+from beamq.errors import DiskError, ResumeError, UsageError
+from beamq.journal import LOCK_NAME, STATE_DIR
+from beamq.plan import Plan
+from beamq.shards import PARTIAL, disk_errors, sync_folder
+
+MANIFEST_NAME = "beamq.json"
+DISK_MARGIN = 64_000_000  # configs, index and file-system overhead, in bytes
+
+
+def check_places(source: Path, output: Path) -> None:
+    """Raise `UsageError` when source and output overlap."""
+    inner, outer = output.resolve(), source.resolve()
+    if inner == outer or outer in inner.parents or inner in outer.parents:
+        raise UsageError(
+            f"output {output} lies in, around or on the source {source}; choose a folder apart"
+        )
+
+
+def prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Create the folder, or check that an existing one may be written to.
+
+    Raises `UsageError` (both options), `ResumeError` (in use, nothing to resume), `DiskError`.
+    """
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other; give one")
+    if output.exists() and not output.is_dir():
+        raise ResumeError(f"{output}: exists and is not a folder; choose another output")
+    with disk_errors(output, "creating the folder"):
+        output.mkdir(parents=True, exist_ok=True)
+        content = {path.name for path in output.iterdir()} - {LOCK_NAME}
+    if not content or resume:
+        return
+    if not overwrite:
+        begun = STATE_DIR in content
+        hint = (
+            "--resume continues it, --overwrite starts again"
+            if begun
+            else ("give --overwrite to replace a checkpoint, or choose another output")
+        )
+        raise ResumeError(f"{output}: not empty ({len(content)} entries); {hint}")
+    if not content & {STATE_DIR, MANIFEST_NAME, "config.json", INDEX_NAME}:
+        raise ResumeError(
+            f"{output}: not empty and not a checkpoint; --overwrite will not delete it"
+        )
+
+
+def clear(output: Path) -> None:
+    """Remove what an earlier checkpoint left: first what makes it loadable, then its weights."""
+    with disk_errors(output, "removing the old checkpoint"):
+        for name in (MANIFEST_NAME, "config.json", INDEX_NAME, "hf_quant_config.json"):
+            (output / name).unlink(missing_ok=True)
+        sync_folder(output)
+        for path in output.iterdir():
+            if path.name.endswith((".safetensors", PARTIAL)):
+                path.unlink()
+        shutil.rmtree(output / STATE_DIR, ignore_errors=True)
+
+
+def remove_stale(output: Path, plan: Plan) -> None:
+    """Remove weight files and temporary files that the plan does not name."""
+    names = {shard.name for shard in plan.shards}
+    with disk_errors(output, "removing stale files"):
+        for path in output.iterdir():
+            stale = path.name.endswith(".safetensors") and path.name not in names
+            if stale or path.name.endswith(PARTIAL):
+                path.unlink()
+
+
+def check_space(output: Path, plan: Plan, finished_nbytes: int) -> None:
+    """Raise `DiskError` if the rest of the plan does not fit the disk."""
+    reusable = sum(
+        path.stat().st_blocks * 512 for path in output.glob(f"*{PARTIAL}") if path.is_file()
+    )
+    needed = plan.output_nbytes - finished_nbytes + DISK_MARGIN
+    free = shutil.disk_usage(output).free + reusable
+    if needed - DISK_MARGIN > free:
+        raise DiskError(
+            f"{output}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free; free"
+            " space or choose another disk"
+        )

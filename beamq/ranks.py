@@ -1,0 +1,84 @@
+"""Which process am I, and how do processes meet: one, or several started by torchrun.
+
+Work is divided by the plan alone, so ranks need only a barrier and each other's failures. With
+one process nothing is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from beamq.errors import EnvironmentFault, UsageError
+
+MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among `world` of them."""
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process speaks and finalises."""
+        return self.rank == 0
+
+    def meet(self, error: BaseException | None = None) -> None:
+        """Wait for all ranks; raise if this or any other rank brings an error."""
+        if self.world > 1:
+            reports = self._gather(None if error is None else f"{type(error).__name__}: {error}")
+            failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
+            if error is None and failed:
+                raise EnvironmentFault(f"another rank failed ({failed[0][:300]})")
+        if error is not None:
+            raise error
+
+    def _gather(self, item: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=MEETING_TIMEOUT)
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, item)
+        return gathered
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        if self.world > 1:
+            import torch.distributed as dist
+
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def current_ranks() -> Ranks:
+    """Read RANK and WORLD_SIZE, as torchrun sets them."""
+    try:
+        ranks = Ranks(
+            rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1))
+        )
+    except ValueError:
+        raise UsageError(
+            "RANK and WORLD_SIZE must be whole numbers, as torchrun sets them"
+        ) from None
+    if not 0 <= ranks.rank < ranks.world:
+        raise UsageError(f"RANK {ranks.rank} does not fit WORLD_SIZE {ranks.world}")
+    return ranks
+
+
+def share(sizes: Sequence[int], ranks: Ranks) -> frozenset[int]:
+    """Indices this rank works on: in order, each to the rank with the least so far."""
+    loads = [0] * ranks.world
+    mine = set()
+    for index, size in enumerate(sizes):
+        rank = loads.index(min(loads))
+        loads[rank] += size
+        if rank == ranks.rank:
+            mine.add(index)
+    return frozenset(mine)
