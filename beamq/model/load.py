@@ -1,0 +1,265 @@
+"""One layer's weights, read from a checkpoint straight into the buffers the forward pass uses.
+
+In: a `Checkpoint` in any form a Beam comes in: BF16, FP16 or FP32; experts one tensor each or
+packed in 3-D; our NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out:
+`LayerWeights`, `ExpertSlice` or `Head` on the device.
+
+The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and
+all experts of a slice are one buffer each, so that every group of linears is one GEMM.
+
+Unquantized weights are cast to the activation dtype; router weight and bias are FP32 always.
+A `tap` is shown every tensor as stored, once, so that a consumer that needs the source's own
+bytes (a converter) shares the reads of a forward pass.
+
+Limits: values are not searched for NaN here; conversion and `verify` do that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from beamq.checkpoint import Checkpoint
+from beamq.config import BeamConfig
+from beamq.formats.numerics import NVFP4_BLOCK
+from beamq.model.attention import AttentionWeights
+from beamq.model.beam import DenseMlp, Head, LayerWeights, SparseMlp
+from beamq.model.fill import Fill, Tap, upload
+from beamq.model.linear import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.moe import ExpertSlice, RouterWeights
+from beamq.model.stored import (
+    Part,
+    declared_formats,
+    expect_shape,
+    part_of,
+    same_format,
+    scalar,
+)
+from beamq.roles import packed_shape
+
+MAX_READERS = 16
+Tree = TypeVar("Tree")
+
+
+class LayerLoader:
+    """Loads layers, slices of experts, embedding and head of one checkpoint. Thread safe."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: BeamConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tap: Tap | None = None,
+        readers: int | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._tap = tap
+        self._declared = declared_formats(checkpoint)
+        count = readers or min(MAX_READERS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="beamq-read")
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """End the reader threads."""
+        self._pool.shutdown()
+
+    def layer(self, index: int, *, experts: bool = True) -> LayerWeights:
+        """A whole layer; without `experts`, a sparse layer's MLP has its router only."""
+        fill = self._fill()
+        prefix, hidden = f"model.layers.{index}", self.config.hidden_size
+
+        def norm(name: str) -> torch.Tensor:
+            return fill.tensor(f"{prefix}.{name}_layernorm.weight", (hidden,), self.dtype)
+
+        mlp: DenseMlp | SparseMlp
+        if self.config.mlp_layer_types[index] == "sparse":
+            every = (self._experts(fill, index, 0, self.config.num_experts),) if experts else ()
+            mlp = SparseMlp(router=self._router(fill, index), experts=every)
+        else:
+            mlp = self._dense_mlp(fill, index)
+        built = LayerWeights(
+            index=index,
+            attention=self._attention(fill, index),
+            mlp=mlp,
+            input_norm=norm("input"),
+            post_attention_norm=norm("post_attention"),
+            pre_mlp_norm=norm("pre_feedforward"),
+            post_mlp_norm=norm("post_feedforward"),
+        )
+        return self._finish(fill, built)
+
+    def experts(self, index: int, first: int, count: int) -> ExpertSlice:
+        """Experts first .. first + count - 1 of a sparse layer."""
+        fill = self._fill()
+        return self._finish(fill, self._experts(fill, index, first, count))
+
+    def embedding(self) -> torch.Tensor:
+        """The embedding matrix [V, K] in the activation dtype; on the CPU, whatever the device."""
+        fill = Fill(self.checkpoint, self._pool, tap=self._tap)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        table = fill.tensor("model.embed_tokens.weight", shape, self.dtype)
+        fill.run()
+        return table
+
+    def head(self) -> Head:
+        """Final norm and output matrix, which is the embedding matrix where they are tied."""
+        fill = self._fill()
+        name = "lm_head.weight"
+        if self.config.tie_word_embeddings and name not in self.checkpoint.tensors:
+            name = "model.embed_tokens.weight"
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        built = Head(
+            norm=fill.tensor("model.norm.weight", shape[1:], self.dtype),
+            output_VK=fill.tensor(name, shape, self.dtype),
+        )
+        return self._finish(fill, built)
+
+    def _fill(self) -> Fill:
+        return Fill(self.checkpoint, self._pool, pin=self._stream is not None, tap=self._tap)
+
+    def _finish(self, fill: Fill, built: Tree) -> Tree:
+        fill.run()
+        return built if self._stream is None else upload(built, self.device, self._stream)
+
+    def _attention(self, fill: Fill, index: int) -> AttentionWeights:
+        config, prefix = self.config, f"model.layers.{index}.self_attn"
+        hidden, q, kv = config.hidden_size, config.q_dim, config.kv_dim
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": q}
+        fused = [self._part(f"{prefix}.{name}", n, hidden) for name, n in rows.items()]
+        sliding = config.layer_types[index] == "sliding_attention"
+        head = (config.head_dim,)
+        return AttentionWeights(
+            window=config.sliding_window if sliding else None,
+            qkv_gate=self._linear(fill, [fused]),
+            o=self._linear(fill, [[self._part(f"{prefix}.o_proj", hidden, q)]]),
+            q_norm=fill.tensor(f"{prefix}.q_norm.weight", head, self.dtype),
+            k_norm=fill.tensor(f"{prefix}.k_norm.weight", head, self.dtype),
+            gate_bias=fill.tensor(f"{prefix}.gate_bias", (config.num_heads,), self.dtype),
+        )
+
+    def _router(self, fill: Fill, index: int) -> RouterWeights:
+        prefix = f"model.layers.{index}.mlp.gate"
+        shape = (self.config.num_experts, self.config.hidden_size)
+        bias = f"{prefix}.e_score_correction_bias"
+        return RouterWeights(
+            weight_EK=fill.tensor(f"{prefix}.weight", shape, torch.float32),
+            bias_E=fill.tensor(bias, shape[:1], torch.float32),
+        )
+
+    def _dense_mlp(self, fill: Fill, index: int) -> DenseMlp:
+        gate_up, down = self._mlp_parts(f"model.layers.{index}.mlp", self.config.intermediate_size)
+        return DenseMlp(
+            gate_up=self._linear(fill, [gate_up]),
+            down=self._linear(fill, [down]),
+        )
+
+    def _experts(self, fill: Fill, index: int, first: int, count: int) -> ExpertSlice:
+        prefix = f"model.layers.{index}.mlp.experts"
+        packed = self._packed_name(f"{prefix}.gate_up_proj")
+        if packed is not None:
+            down = self._packed_name(f"{prefix}.down_proj") or f"{prefix}.down_proj"
+            return ExpertSlice(
+                first=first,
+                count=count,
+                gate_up=self._packed(fill, packed, "gate_up_proj", first, count),
+                down=self._packed(fill, down, "down_proj", first, count),
+            )
+        width = self.config.moe_intermediate_size
+        parts = [self._mlp_parts(f"{prefix}.{e}", width) for e in range(first, first + count)]
+        # The engines reduce input scales over all experts of a layer, whatever the slice.
+        every = [f"{prefix}.{e}" for e in range(self.config.num_experts)]
+        gates = [f"{module}.{name}" for module in every for name in ("gate_proj", "up_proj")]
+        downs = [f"{module}.down_proj" for module in every]
+        return ExpertSlice(
+            first=first,
+            count=count,
+            gate_up=self._linear(fill, [part[0] for part in parts], stacked=True, sharing=gates),
+            down=self._linear(fill, [part[1] for part in parts], stacked=True, sharing=downs),
+        )
+
+    def _packed_name(self, module: str) -> str | None:
+        """The stored name of a packed tensor, which may or may not end in `.weight`."""
+        names = (module, f"{module}.weight")
+        return next((name for name in names if name in self.checkpoint.tensors), None)
+
+    def _packed(self, fill: Fill, name: str, kind: str, first: int, count: int) -> DenseWeight:
+        shape = packed_shape(self.config, kind)
+        expect_shape(self.checkpoint.spec(name), shape)
+        out = fill.buffer((count, *shape[1:]), self.dtype)
+        fill.read_rows(name, first, out)
+        return DenseWeight(w_NK=out)
+
+    def _part(self, module: str, n: int, k: int) -> Part:
+        return part_of(self.checkpoint, self._declared, module, n, k)
+
+    def _mlp_parts(self, prefix: str, width: int) -> tuple[list[Part], list[Part]]:
+        hidden = self.config.hidden_size
+        gate_up = [
+            self._part(f"{prefix}.{name}", width, hidden) for name in ("gate_proj", "up_proj")
+        ]
+        return gate_up, [self._part(f"{prefix}.down_proj", hidden, width)]
+
+    def _linear(
+        self,
+        fill: Fill,
+        groups: list[list[Part]],
+        *,
+        stacked: bool = False,
+        sharing: Sequence[str] = (),
+    ) -> LinearWeight:
+        """One weight from groups of parts: rows of a group side by side, groups stacked.
+
+        `stacked` gives a leading axis, one entry a group; otherwise there is one group only.
+        `sharing` names the modules that share an input scale, where they are more than the parts.
+        """
+        kind = same_format([part for group in groups for part in group])
+        rows, k = sum(part.n for part in groups[0]), groups[0][0].k
+        lead = (len(groups), rows) if stacked else (rows,)
+
+        def gather(suffix: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+            out = fill.buffer((*lead, width), dtype)
+            for place, group in zip(out if stacked else (out,), groups, strict=True):
+                for part, rows_out in zip(group, place.split([p.n for p in group]), strict=True):
+                    fill.read(f"{part.module}.{suffix}", rows_out)
+            return out
+
+        if kind == "dense":
+            return DenseWeight(w_NK=gather("weight", k, self.dtype))
+        if kind == "fp8":
+            return Fp8Weight(
+                codes=gather("weight", k, torch.float8_e4m3fn),
+                scale=gather("weight_scale", 1, torch.float32),
+            )
+        return Nvfp4Weight(
+            codes=gather("weight", k // 2, torch.uint8),
+            block_scale=gather("weight_scale", k // NVFP4_BLOCK, torch.float8_e4m3fn),
+            global_scale=self._global_scale(groups).reshape(*lead, 1),
+            input_scale=self._input_scale(sharing or [p.module for g in groups for p in g]),
+        )
+
+    def _global_scale(self, groups: list[list[Part]]) -> torch.Tensor:
+        """`weight_scale_2` of each row's own part, FP32."""
+        values = [
+            torch.full((part.n,), scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
+            for group in groups
+            for part in group
+        ]
+        return torch.cat(values)
+
+    def _input_scale(self, modules: Sequence[str]) -> torch.Tensor | None:
+        """The largest `input_scale` of `modules`, FP32 []; None if not one of them has any."""
+        names = [f"{module}.input_scale" for module in modules]
+        if not any(name in self.checkpoint.tensors for name in names):
+            return None
+        return torch.tensor(max(scalar(self.checkpoint, name) for name in names))

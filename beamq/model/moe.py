@@ -1,0 +1,219 @@
+"""Beam's mixture of experts: an FP32 router, experts over tokens grouped by expert.
+
+In: the normed input `x_TK` of packed tokens. Out: the expert sum in the activation dtype, times
+`routed_scaling_factor`.
+
+The one idea: choices are sorted by expert once, so that each projection is one grouped GEMM, and
+each token's contributions are added in FP32 in ascending order of expert. That order does not
+depend on how the experts are cut into slices: a layer whose experts pass through the device a
+slice at a time gives the same bits as one held whole.
+
+The router is FP32 throughout (weight, input, logits, sigmoid, bias): `e_score_correction_bias`
+enters the choice only; a group's score is the sum of its two best; ties fall as `torch.topk`
+lets them; chosen scores are renormalised.
+
+Limits: no expert parallelism here. Ranks hold slices like any other and add up their sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from beamq.config import BeamConfig
+from beamq.model.linear import Gemm, LinearWeight
+from beamq.model.observe import Observer
+
+CHUNK_ELEMENTS = 1 << 25  # FP32 temporaries of elementwise work stay near 128 MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterWeights:
+    """FP32 `weight_EK` and `bias_E` (`e_score_correction_bias`), never cast."""
+
+    weight_EK: torch.Tensor
+    bias_E: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSlice:
+    """Experts from `first` on: gate_up [count, 2I, K] (gate rows first) and down [count, K, I]."""
+
+    first: int
+    count: int
+    gate_up: LinearWeight
+    down: LinearWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """FP32 `logits_TE`; `experts_Tk` best first; FP32 `weights_Tk`, before the routed scale."""
+
+    logits_TE: torch.Tensor
+    experts_Tk: torch.Tensor
+    weights_Tk: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """Choices sorted by expert: row s belongs to `token_S[s]` with `weight_S[s]`.
+
+    `offsets` has E + 1 ends. `row_Tk` lists each token's rows in ascending order of expert.
+    """
+
+    token_S: torch.Tensor
+    weight_S: torch.Tensor
+    row_Tk: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+def route(x_TK: torch.Tensor, router: RouterWeights, config: BeamConfig) -> Routing:
+    """Choose `top_k` experts for each token among the best `topk_group` groups."""
+    logits_TE = F.linear(x_TK.float(), router.weight_EK)
+    scores_TE = logits_TE.sigmoid()
+    choice_TE = scores_TE + router.bias_E
+    if config.topk_group < config.n_group:
+        choice_TGe = choice_TE.view(len(choice_TE), config.n_group, -1)
+        best_two = choice_TGe.topk(min(2, choice_TGe.shape[2]), dim=-1)[0]
+        groups = best_two.sum(-1).topk(config.topk_group, dim=-1)[1]
+        kept_TG = torch.zeros_like(choice_TGe[..., 0], dtype=torch.bool).scatter_(1, groups, True)
+        choice_TE = choice_TGe.masked_fill(~kept_TG[..., None], float("-inf")).flatten(1)
+    experts_Tk = choice_TE.topk(config.top_k, dim=-1)[1]
+    weights_Tk = scores_TE.gather(1, experts_Tk)
+    if config.norm_topk_prob:
+        weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + 1e-20)
+    return Routing(logits_TE=logits_TE, experts_Tk=experts_Tk, weights_Tk=weights_Tk)
+
+
+def dispatch(routing: Routing, num_experts: int) -> Dispatch:
+    """Sort the choices by expert, tokens in order within each. One transfer to the host."""
+    tokens, k = routing.experts_Tk.shape
+    flat = routing.experts_Tk.flatten()
+    order = flat.argsort(stable=True)
+    row = torch.empty_like(order)
+    row[order] = torch.arange(order.numel(), device=order.device)
+    counts = torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()
+    return Dispatch(
+        token_S=order // k,
+        weight_S=routing.weights_Tk.flatten()[order],
+        row_Tk=row.view(tokens, k).sort(dim=1)[0],
+        offsets=(0, *counts),
+    )
+
+
+def moe(
+    x_TK: torch.Tensor,
+    router: RouterWeights,
+    experts: Iterable[ExpertSlice],
+    config: BeamConfig,
+    *,
+    gemm: Gemm,
+    layer: int,
+    observer: Observer | None = None,
+) -> torch.Tensor:
+    """The whole sublayer for one batch, its experts in one slice or several."""
+    plan = begin(x_TK, router, config, layer=layer, observer=observer)
+    sum_TK = torch.zeros(x_TK.shape, dtype=torch.float32, device=x_TK.device)
+    for part in experts:
+        add_slice(sum_TK, x_TK, plan, part, gemm=gemm, layer=layer, observer=observer)
+    return finish(sum_TK, x_TK.dtype, config)
+
+
+def begin(
+    x_TK: torch.Tensor,
+    router: RouterWeights,
+    config: BeamConfig,
+    *,
+    layer: int,
+    observer: Observer | None = None,
+) -> Dispatch:
+    """Route a batch, show the choices, sort them."""
+    routing = route(x_TK, router, config)
+    if observer is not None:
+        observer.routing(layer, routing.logits_TE, routing.experts_Tk, routing.weights_Tk)
+    return dispatch(routing, config.num_experts)
+
+
+def add_slice(
+    sum_TK: torch.Tensor,
+    x_TK: torch.Tensor,
+    plan: Dispatch,
+    part: ExpertSlice,
+    *,
+    gemm: Gemm,
+    layer: int,
+    observer: Observer | None = None,
+) -> None:
+    """Add a slice's weighted outputs to the FP32 sum. Slices must come in ascending order."""
+    if observer is not None and observer.every_expert:
+        _show_every_expert(x_TK, part, gemm, layer, observer)
+    low, high = plan.offsets[part.first], plan.offsets[part.first + part.count]
+    offsets = [end - low for end in plan.offsets[part.first : part.first + part.count + 1]]
+    rows: torch.Tensor | None = plan.token_S[low:high]
+    x_in = x_TK
+    if observer is not None:
+        x_in, rows = x_TK.index_select(0, plan.token_S[low:high]), None
+        observer.expert_input(layer, "gate_up", x_in, part.first, offsets)
+    if low == high:
+        if observer is not None:
+            observer.expert_input(layer, "down_proj", x_in.new_empty(0, 0), part.first, offsets)
+        return
+    active_SI = swiglu(gemm.grouped(x_in, rows, part.gate_up, offsets))
+    if observer is not None:
+        observer.expert_input(layer, "down_proj", active_SI, part.first, offsets)
+    y_SK = gemm.grouped(active_SI, None, part.down, offsets)
+    _accumulate(sum_TK, y_SK, plan, low, high)
+
+
+def finish(sum_TK: torch.Tensor, dtype: torch.dtype, config: BeamConfig) -> torch.Tensor:
+    """Round the expert sum to the activation dtype, then apply the routed scale."""
+    return sum_TK.to(dtype).mul_(config.routed_scaling_factor)
+
+
+def swiglu(gate_up_SN: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up in FP32, rounded once; columns [gate | up]."""
+    rows, width = gate_up_SN.shape
+    out = gate_up_SN.new_empty(rows, width // 2)
+    step = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, rows, step):
+        gate, up = gate_up_SN[start : start + step].chunk(2, dim=-1)
+        out[start : start + step] = F.silu(gate.float()).mul_(up)
+    return out
+
+
+def _accumulate(
+    sum_TK: torch.Tensor, y_SK: torch.Tensor, plan: Dispatch, low: int, high: int
+) -> None:
+    """sum[t] += y[s] * weight[s] for rows low..high-1, each token's rows in ascending order.
+
+    The j-th rows of all tokens are distinct tokens, so each step is free of collisions.
+    """
+    whole = high - low == plan.row_Tk.numel()
+    step = max(1, CHUNK_ELEMENTS // y_SK.shape[1])
+    for column_T in plan.row_Tk.unbind(1):
+        if whole:
+            tokens, rows = None, column_T
+        else:
+            tokens = ((column_T >= low) & (column_T < high)).nonzero().flatten()
+            rows = column_T[tokens]
+        for start in range(0, rows.numel(), step):
+            some = rows[start : start + step]
+            part = y_SK.index_select(0, some - low) * plan.weight_S[some, None]
+            if tokens is None:
+                sum_TK[start : start + step] += part
+            else:
+                sum_TK.index_add_(0, tokens[start : start + step], part)
+
+
+def _show_every_expert(
+    x_TK: torch.Tensor, part: ExpertSlice, gemm: Gemm, layer: int, observer: Observer
+) -> None:
+    """Let the observer see all tokens through each expert; nothing of it flows on."""
+    for index in range(part.count):
+        expert = part.first + index
+        observer.every_expert_input(layer, "gate_up", x_TK, expert)
+        active = swiglu(gemm.linear(x_TK, part.gate_up.expert(index)))
+        observer.every_expert_input(layer, "down_proj", active, expert)

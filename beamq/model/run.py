@@ -1,0 +1,246 @@
+"""Layers outside, batches inside: `LayerStream` delivers weights, `run_layers` applies them.
+
+In: a `LayerLoader` and batches of hidden states. Out: the same batches after every layer.
+
+The one idea: each layer is read once, applied to every batch of the data set, and dropped while
+the next is already being read. What lives on is the hidden states, which stay on the device or,
+beyond a budget, wait on the host.
+
+Where even one layer is too much (`max_device_memory`), its experts pass through in slices: each
+batch is taken to the router, then slices outside and batches inside, then each batch is closed.
+An FP32 sum a token is kept meanwhile. The result has the same bits as without slices.
+
+Limits: prefill of whole sequences; one device. Tokens of a batch are computed at once, so a
+batch's size sets the memory of activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from beamq.config import BeamConfig
+from beamq.model.attention import PositionTable, SequenceLayout, position_table
+from beamq.model.beam import (
+    LayerWeights,
+    SparseMlp,
+    attention_half,
+    close_mlp,
+    decoder_layer,
+    mlp_input,
+)
+from beamq.model.linear import Gemm
+from beamq.model.load import LayerLoader
+from beamq.model.moe import Dispatch, ExpertSlice, add_slice, begin, finish
+from beamq.model.observe import Observer, Observers
+from beamq.stream import read_ahead
+
+Loaded = LayerWeights | ExpertSlice
+
+
+class LayerStream:
+    """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
+
+    With `slice_experts`, a sparse layer's `experts` is an iterator that delivers that many at a
+    time, once; what a consumer leaves of it is skipped. At most one unit (a layer, or a slice)
+    is loaded besides the one in use, so drop a layer before asking for the next.
+    """
+
+    def __init__(
+        self,
+        loader: LayerLoader,
+        *,
+        layers: Sequence[int] | None = None,
+        slice_experts: int | None = None,
+        ahead: int = 1,
+    ) -> None:
+        self.loader = loader
+        self.config = loader.config
+        self._layers = range(loader.config.num_layers) if layers is None else layers
+        self._slice = slice_experts
+        self._ahead = ahead
+
+    def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
+        units = read_ahead(self._loads(), depth=self._ahead)
+        for index in self._layers:
+            weights = next(units)
+            if not isinstance(weights, LayerWeights):
+                raise TypeError("a slice of experts where a layer was due")
+            slices = self._slices(index)
+            if not slices:
+                yield index, weights
+                del weights  # before the next one is asked for, or two would live
+                continue
+            rest = _take(units, len(slices))
+            mlp = weights.mlp
+            if isinstance(mlp, SparseMlp):
+                weights = replace(weights, mlp=replace(mlp, experts=rest))
+            del mlp
+            yield index, weights
+            del weights
+            for _ in rest:  # left by a consumer that needed no experts
+                pass
+
+    def _slices(self, index: int) -> list[tuple[int, int]]:
+        """(first, count) of a layer's slices; none if it is loaded whole."""
+        if self._slice is None or self.config.mlp_layer_types[index] != "sparse":
+            return []
+        total = self.config.num_experts
+        return [(first, min(self._slice, total - first)) for first in range(0, total, self._slice)]
+
+    def _loads(self) -> Iterator[Callable[[], Loaded]]:
+        for index in self._layers:
+            slices = self._slices(index)
+            yield partial(self.loader.layer, index, experts=not slices)
+            for first, count in slices:
+                yield partial(self.loader.experts, index, first, count)
+
+
+def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:
+    for _ in range(count):
+        unit = next(units)
+        if not isinstance(unit, ExpertSlice):
+            raise TypeError("a layer where a slice of experts was due")
+        yield unit
+        del unit
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """Hidden states of some packed sequences; `run_layers` moves them from layer to layer."""
+
+    h_TK: torch.Tensor
+    layout: SequenceLayout
+
+
+class _Shelf:
+    """Tensors by number, on the device until `budget` bytes are taken, on the host beyond."""
+
+    def __init__(self, device: torch.device, budget: int | None) -> None:
+        self._device = device
+        self._left = math.inf if budget is None else budget
+        self._held: dict[int, torch.Tensor] = {}
+        self._spilled: set[int] = set()
+
+    def put(self, key: int, tensor: torch.Tensor) -> None:
+        """Store or replace a tensor; its place is chosen the first time."""
+        if key in self._spilled:
+            self._held[key].copy_(tensor)
+        elif key in self._held or tensor.nbytes <= self._left:
+            self._left -= 0 if key in self._held else tensor.nbytes
+            self._held[key] = tensor
+        else:
+            # Pinned, since pageable memory would cost more time than the layer takes.
+            pin = self._device.type == "cuda"
+            spill = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+            self._held[key] = spill.copy_(tensor)
+            self._spilled.add(key)
+
+    def get(self, key: int) -> torch.Tensor:
+        """The tensor, on the device."""
+        return self._held[key].to(self._device)
+
+
+def run_layers(
+    stream: LayerStream,
+    batches: Sequence[Batch],
+    *,
+    gemm: Gemm,
+    observers: Sequence[Observer] = (),
+    resident_bytes: int | None = None,
+    done: Callable[[int], None] | None = None,
+) -> None:
+    """Pass all batches through the layers of `stream`, in place.
+
+    `resident_bytes` bounds what hidden states (and sums between slices) take of the device; the
+    rest waits on the host. `done(layer)` is called after each layer, for journals and progress.
+    """
+    device = stream.loader.device
+    longest = max((batch.layout.longest for batch in batches), default=0)
+    table = position_table(stream.config, longest, device)
+    observer = Observers(observers) if observers else None
+    shelf = _Shelf(device, resident_bytes)
+    for number, batch in enumerate(batches):
+        shelf.put(number, batch.h_TK)
+        batch.h_TK = batch.h_TK.new_empty(0)
+    run = _Pass(config=stream.config, gemm=gemm, table=table, observer=observer, shelf=shelf)
+    with torch.inference_mode():
+        for index, weights in stream:
+            run.layer(weights, batches)
+            del weights
+            if done is not None:
+                done(index)
+    for number, batch in enumerate(batches):
+        batch.h_TK = shelf.get(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """What stays the same from layer to layer."""
+
+    config: BeamConfig
+    gemm: Gemm
+    table: PositionTable
+    observer: Observer | None
+    shelf: _Shelf
+
+    def layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
+        """All batches through one layer."""
+        mlp = weights.mlp
+        if isinstance(mlp, SparseMlp) and not isinstance(mlp.experts, tuple):
+            self._sliced(weights, mlp, batches)
+            return
+        for number, batch in enumerate(batches):
+            h_TK = decoder_layer(
+                self.shelf.get(number),
+                weights,
+                self.config,
+                batch.layout,
+                self.table,
+                gemm=self.gemm,
+                observer=self.observer,
+            )
+            self.shelf.put(number, h_TK)
+
+    def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
+        """A sparse layer whose experts come in slices: slices outside, batches inside."""
+        sums = len(batches)  # the sum of batch n is kept under n + sums
+        plans: list[Dispatch] = []
+        for number, batch in enumerate(batches):
+            h_TK = attention_half(
+                self.shelf.get(number),
+                weights,
+                self.config,
+                batch.layout,
+                self.table,
+                gemm=self.gemm,
+                observer=self.observer,
+            )
+            self.shelf.put(number, h_TK)
+            x_TK = mlp_input(h_TK, weights, self.config)
+            plans.append(
+                begin(x_TK, mlp.router, self.config, layer=weights.index, observer=self.observer)
+            )
+            self.shelf.put(number + sums, torch.zeros_like(x_TK, dtype=torch.float32))
+        for part in mlp.experts:
+            for number, plan in enumerate(plans):
+                sum_TK = self.shelf.get(number + sums)
+                add_slice(
+                    sum_TK,
+                    mlp_input(self.shelf.get(number), weights, self.config),
+                    plan,
+                    part,
+                    gemm=self.gemm,
+                    layer=weights.index,
+                    observer=self.observer,
+                )
+                self.shelf.put(number + sums, sum_TK)
+            del part
+        for number in range(len(batches)):
+            h_TK = self.shelf.get(number)
+            out_TK = finish(self.shelf.get(number + sums), h_TK.dtype, self.config)
+            self.shelf.put(number, close_mlp(h_TK, out_TK, weights, self.config))
