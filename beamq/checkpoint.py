@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from beamq.config import read_config, read_json_object
 from beamq.errors import CheckpointError, TensorError
@@ -338,7 +338,7 @@ def _spec(path: Path, file: str, base: int, name: str, entry: Any) -> TensorSpec
     )
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item < (1 << 62) for item in value
     )

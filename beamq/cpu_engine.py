@@ -134,6 +134,8 @@ class CpuEngine:
             self._copy(job.members[0], writer, result)
         elif job.kind == "fp8":
             self._fp8(job.members[0], writer, result)
+        elif job.kind.startswith("decode-"):
+            self._decode(job.kind, job.members[0], writer, result)
         else:
             self._nvfp4(job, writer, result)
         return result
@@ -197,6 +199,33 @@ class CpuEngine:
         scale_sink = _TensorSink(writer, scales)
         scale_sink.append(memoryview(self._scales)[: n * 4])
         scale_sink.finish(result)
+
+    def _decode(self, kind: str, member: Member, writer: ShardWriter, result: JobResult) -> None:
+        """Codes back to BF16; the scales are looked up beside the codes by name."""
+        n, k = member.outputs[0].shape
+        module = member.role.module
+        scales = memoryview(self._checkpoint.read(f"{module}.weight_scale"))
+        global_scale = 1.0
+        if kind == "decode-nvfp4":
+            raw = self._checkpoint.read(f"{module}.weight_scale_2")
+            global_scale = float(np.frombuffer(raw, np.float32)[0])
+        row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
+        sink = _TensorSink(writer, member.outputs[0])
+        row = 0
+        for start, nbytes in self._pieces(member, row_codes):
+            rows = nbytes // row_codes
+            codes = memoryview(self._source)[:nbytes]
+            self._read(member, start, codes)
+            self._codes = _grown(self._codes, rows * k * 2)
+            out = memoryview(self._codes)[: rows * k * 2]
+            part = scales[row * row_scales : (row + rows) * row_scales]
+            if kind == "decode-nvfp4":
+                cpu.nvfp4_dequantize(codes, part, k, global_scale, out, "BF16")
+            else:
+                cpu.fp8_dequantize_rows(codes, part, k, out, "BF16")
+            sink.append(out)
+            row += rows
+        sink.finish(result)
 
     def _nvfp4(self, job: Job, writer: ShardWriter, result: JobResult) -> None:
         buffer = self._pool.acquire(job.source_nbytes, self._stopped)

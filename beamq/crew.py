@@ -20,7 +20,7 @@ from beamq.checkpoint import Checkpoint
 from beamq.cpu_engine import BufferPool, CpuEngine, JobResult
 from beamq.errors import Interrupted
 from beamq.journal import Journal, ShardRecord
-from beamq.plan import Job, Plan
+from beamq.plan import Job, Work
 from beamq.shards import ShardWriter
 
 READ_AHEAD_JOBS = 2  # for each worker
@@ -32,7 +32,7 @@ class Crew:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        plan: Plan,
+        work: Work,
         output: Path,
         journal: Journal,
         *,
@@ -44,7 +44,7 @@ class Crew:
         stop: threading.Event,
     ) -> None:
         self._checkpoint = checkpoint
-        self._plan = plan
+        self._plan = work
         self._output = output
         self._journal = journal
         self._workers = workers
@@ -53,7 +53,7 @@ class Crew:
         self._stop = stop
         self._pool = BufferPool(memory_budget)
         wanted = frozenset(shards)
-        self._jobs: list[Job] = [job for job in plan.jobs if job.shard in wanted]
+        self._jobs: list[Job] = [job for job in work.jobs if job.shard in wanted]
         self._left = Counter(job.shard for job in self._jobs)
         self._next = 0
         self._lock = threading.Lock()

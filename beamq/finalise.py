@@ -18,11 +18,11 @@ from beamq.checkpoint import INDEX_NAME
 from beamq.checksum import DEFAULT_ALGORITHM, shard_digest
 from beamq.formats.layout import hf_quant_config, quantization_config
 from beamq.journal import ShardRecord
-from beamq.plan import Plan
+from beamq.output_folder import MANIFEST_NAME
+from beamq.plan import Plan, Work
 from beamq.shards import copy_file, write_file, write_json
 from beamq.version import __version__
 
-MANIFEST_NAME = "beamq.json"
 MANIFEST_FORMAT = 1
 RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", "llmcompressor")
 
@@ -62,7 +62,7 @@ def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) ->
     return config
 
 
-def build_index(plan: Plan) -> dict[str, Any]:
+def build_index(plan: Work) -> dict[str, Any]:
     """`model.safetensors.index.json`: totals, and the shard of every tensor, sorted by name."""
     weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.tensors}
     return {
@@ -99,23 +99,24 @@ def build_manifest(
         "notes": list(plan.notes),
         "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
         "versions": {"python": platform.python_version(), **_versions()},
-        "checksum": DEFAULT_ALGORITHM,
-        "shards": [
+        **shard_manifest(plan, records),
+    }
+
+
+def shard_manifest(work: Work, records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+    """The checksums of a manifest: algorithm, and for each shard its own and its tensors'."""
+    shards = []
+    for shard in work.shards:
+        digests = {t.name: records[shard.name].tensors[t.name] for t in shard.tensors}
+        shards.append(
             {
                 "name": shard.name,
                 "bytes": shard.nbytes,
-                "digest": shard_digest(
-                    shard.header,
-                    (records[shard.name].tensors[tensor.name] for tensor in shard.tensors),
-                ),
-                "tensors": {
-                    tensor.name: records[shard.name].tensors[tensor.name]
-                    for tensor in shard.tensors
-                },
+                "digest": shard_digest(shard.header, digests.values()),
+                "tensors": digests,
             }
-            for shard in plan.shards
-        ],
-    }
+        )
+    return {"checksum": DEFAULT_ALGORITHM, "shards": shards}
 
 
 def _total_counts(plan: Plan, records: Mapping[str, ShardRecord]) -> dict[str, Any]:

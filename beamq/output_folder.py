@@ -13,7 +13,7 @@ from pathlib import Path
 from beamq.checkpoint import INDEX_NAME
 from beamq.errors import DiskError, ResumeError, UsageError
 from beamq.journal import LOCK_NAME, STATE_DIR
-from beamq.plan import Plan
+from beamq.plan import Work
 from beamq.shards import PARTIAL, disk_errors, sync_folder
 
 MANIFEST_NAME = "beamq.json"
@@ -69,7 +69,7 @@ def clear(output: Path) -> None:
         shutil.rmtree(output / STATE_DIR, ignore_errors=True)
 
 
-def remove_stale(output: Path, plan: Plan) -> None:
+def remove_stale(output: Path, plan: Work) -> None:
     """Remove weight files and temporary files that the plan does not name."""
     names = {shard.name for shard in plan.shards}
     with disk_errors(output, "removing stale files"):
@@ -79,7 +79,7 @@ def remove_stale(output: Path, plan: Plan) -> None:
                 path.unlink()
 
 
-def check_space(output: Path, plan: Plan, finished_nbytes: int) -> None:
+def check_space(output: Path, plan: Work, finished_nbytes: int) -> None:
     """Raise `DiskError` if the rest of the plan does not fit the disk."""
     reusable = sum(
         path.stat().st_blocks * 512 for path in output.glob(f"*{PARTIAL}") if path.is_file()

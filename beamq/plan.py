@@ -55,23 +55,16 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything a conversion will do."""
+class Work:
+    """What a run reads and writes, whichever way it converts."""
 
     config: BeamConfig
-    recipe: Recipe
     source_fingerprint: str
+    recipe_digest: str
     jobs: tuple[Job, ...] = field(repr=False)
     shards: tuple[Shard, ...]
-    units: frozenset[layout.Unit]
-    exclusions: tuple[Exclusion, ...]
-    ignore: tuple[str, ...]
-    dropped: tuple[tuple[str, str], ...]
     companions: tuple[Companion, ...]
-    notes: tuple[str, ...]
-    parameters: dict[str, int]
-    quantized_parameters: int
-    source_nbytes: int
+    total_parameters: int
 
     @property
     def tensor_nbytes(self) -> int:
@@ -85,18 +78,13 @@ class Plan:
         return sum(shard.nbytes for shard in self.shards) + files
 
     @property
-    def total_parameters(self) -> int:
-        """Elements of all source tensors that are kept."""
-        return sum(self.parameters.values())
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Output tensor bits over source elements, scales and precise tensors included."""
-        return 8 * self.tensor_nbytes / self.total_parameters
+    def largest_group_nbytes(self) -> int:
+        """Source bytes of the largest set of linears that share an NVFP4 scale."""
+        return max((job.source_nbytes for job in self.jobs if job.kind == "nvfp4"), default=0)
 
     def digest(self) -> str:
         """SHA-256 over every decision: recipe, sources, jobs and shard headers."""
-        digest = hashlib.sha256(f"{PLAN_FORMAT} {self.recipe.digest()}".encode())
+        digest = hashlib.sha256(f"{PLAN_FORMAT} {self.recipe_digest}".encode())
         for shard in self.shards:
             digest.update(shard.name.encode() + shard.header)
         for job in self.jobs:
@@ -107,6 +95,26 @@ class Plan:
                     f" {source.start} {source.nbytes} {member.outputs[0].name}".encode()
                 )
         return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Work):
+    """A quantization: the work, and all that people and configs are told about it."""
+
+    recipe: Recipe
+    units: frozenset[layout.Unit]
+    exclusions: tuple[Exclusion, ...]
+    ignore: tuple[str, ...]
+    dropped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    parameters: dict[str, int]
+    quantized_parameters: int
+    source_nbytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Output tensor bits over source elements, scales and precise tensors included."""
+        return 8 * self.tensor_nbytes / self.total_parameters
 
 
 def make_plan(
@@ -124,12 +132,13 @@ def make_plan(
     sources = map_sources(checkpoint, config)
     exclusions = apply_exclusions(config, recipe, (role for role, _ in sources.found))
     units = quantized_units(config, recipe, exclusions)
-    jobs, shards = _place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
+    jobs, shards = place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
     modules = sorted(classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2)
     modules = [module for module in modules if module != "lm_head"]
     make_ignore = (
         layout.compressed_tensors_ignore if recipe.format == "fp8" else layout.modelopt_ignore
     )
+    parameters = _parameters_by_role(sources)
     return Plan(
         config=config,
         recipe=recipe,
@@ -142,7 +151,9 @@ def make_plan(
         dropped=sources.dropped,
         companions=companion_files(checkpoint.root),
         notes=(*sources.notes, *tensor_parallel_notes(config, recipe, units)),
-        parameters=_parameters_by_role(sources),
+        parameters=parameters,
+        total_parameters=sum(parameters.values()),
+        recipe_digest=recipe.digest(),
         quantized_parameters=sum(
             member.source.shape[0] * member.source.shape[1]
             for job in jobs
@@ -153,15 +164,17 @@ def make_plan(
     )
 
 
-_Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
-_DraftMember = tuple[TensorRole, SourceRange, _Outputs]
+Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
+DraftMember = tuple[TensorRole, SourceRange, Outputs]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Draft:
+class Draft:
+    """A job whose outputs have no places yet."""
+
     kind: str
     group: str
-    members: list[_DraftMember]
+    members: list[DraftMember]
 
     def nbytes(self) -> int:
         return sum(_nbytes(dtype, shape) for _, _, outs in self.members for _, dtype, shape in outs)
@@ -169,9 +182,9 @@ class _Draft:
 
 def _draft_jobs(
     config: BeamConfig, recipe: Recipe, sources: SourceMap, units: frozenset[layout.Unit]
-) -> Iterator[_Draft]:
+) -> Iterator[Draft]:
     """Jobs without places, in the order of `expected_tensors`; groups close when all are in."""
-    groups: dict[str, _Draft] = {}
+    groups: dict[str, Draft] = {}
     for role, source in sources.found:
         if role.layer is None or (role.layer, role.role) not in units:
             yield _copy_job(role, source)
@@ -180,7 +193,7 @@ def _draft_jobs(
         fmt = recipe.rules[role.role]
         # FP8 rows share nothing, so each linear is a job of its own.
         group = role.module if fmt == "fp8" else fused_group(role)
-        draft = groups.setdefault(group, _Draft(kind=fmt, group=group, members=[]))
+        draft = groups.setdefault(group, Draft(kind=fmt, group=group, members=[]))
         outputs = layout.quantized_tensors(role.module, fmt, n, k)
         draft.members.append((role, source, outputs))
         if fmt == "fp8" or len(draft.members) == _group_size(group):
@@ -190,7 +203,7 @@ def _draft_jobs(
     for spec in sources.extra:
         whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
         role = classify(spec.name)
-        yield _Draft(
+        yield Draft(
             kind="copy",
             group=spec.name,
             members=[(role, whole, ((spec.name, spec.dtype, spec.shape),))],
@@ -201,9 +214,9 @@ def _group_size(group: str) -> int:
     return {"qkv_gate": 4, "gate_up": 2}.get(group.rsplit(".", 1)[-1], 1)
 
 
-def _copy_job(role: TensorRole, source: SourceRange) -> _Draft:
+def _copy_job(role: TensorRole, source: SourceRange) -> Draft:
     dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
-    return _Draft(
+    return Draft(
         kind="copy", group=role.name, members=[(role, source, ((role.name, dtype, source.shape),))]
     )
 
@@ -215,9 +228,9 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     return count
 
 
-def _place(drafts: Iterable[_Draft], limit: int) -> tuple[tuple[Job, ...], tuple[Shard, ...]]:
+def place(drafts: Iterable[Draft], limit: int) -> tuple[tuple[Job, ...], tuple[Shard, ...]]:
     """Fill shards with whole jobs in order, then give every tensor its offset."""
-    bins: list[list[_Draft]] = []
+    bins: list[list[Draft]] = []
     room = -1
     for draft in drafts:
         nbytes = draft.nbytes()
@@ -236,7 +249,7 @@ def _place(drafts: Iterable[_Draft], limit: int) -> tuple[tuple[Job, ...], tuple
     return tuple(jobs), tuple(shards)
 
 
-def _layout_shard(index: int, count: int, drafts: list[_Draft]) -> Shard:
+def _layout_shard(index: int, count: int, drafts: list[Draft]) -> Shard:
     """Order by falling element size, so that every tensor is aligned to its own dtype.
 
     Loaders view the file as typed memory; a hole is not allowed, so order must do it.
@@ -268,7 +281,7 @@ def _layout_shard(index: int, count: int, drafts: list[_Draft]) -> Shard:
     )
 
 
-def _finish_job(draft: _Draft, shard: int, placed: dict[str, OutputTensor]) -> Job:
+def _finish_job(draft: Draft, shard: int, placed: dict[str, OutputTensor]) -> Job:
     members = tuple(
         Member(role=role, source=source, outputs=tuple(placed[name] for name, _, _ in outs))
         for role, source, outs in draft.members

@@ -10,7 +10,7 @@ from __future__ import annotations
 from beamq.checkpoint import Checkpoint
 from beamq.errors import TensorError
 from beamq.formats.kernels import cpu
-from beamq.plan import Plan
+from beamq.plan import Work
 from beamq.roles import Role
 
 SMALL_BYTES = 1 << 20
@@ -18,7 +18,7 @@ ROUTER_BYTES = 64 << 20
 COMPARE_BYTES = 1 << 22
 
 
-def check_small_tensors(checkpoint: Checkpoint, plan: Plan) -> None:
+def check_small_tensors(checkpoint: Checkpoint, plan: Work) -> None:
     """Raise `TensorError` for a non-finite value in any small tensor, or untied tied heads."""
     for job in plan.jobs:
         member = job.members[0]

@@ -1,0 +1,272 @@
+"""Run a plan's work to a whole folder, or to a state from which the same call can go on.
+
+    preflight -> prepare the folder, lock, journal -> jobs by a crew -> [ranks meet] -> finalise
+
+Shared by everything that turns one checkpoint into another; what differs (kernels, configs) is
+in the work's jobs and in the `finalise` callable.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beamq import output_folder
+from beamq.checkpoint import Checkpoint
+from beamq.checksum import DEFAULT_ALGORITHM
+from beamq.config import read_json_object
+from beamq.cpu_engine import PIECE_BYTES
+from beamq.crew import Crew
+from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
+from beamq.journal import Identity, Journal, OutputLock, ShardRecord, check_identity
+from beamq.output_folder import MANIFEST_NAME
+from beamq.plan import Work
+from beamq.preflight import check_small_tensors
+from beamq.ranks import Ranks, share
+from beamq.shards import publish
+from beamq.version import __version__
+
+DEFAULT_MEMORY_BYTES = 1_500_000_000
+REPORT_STEP_BYTES = 1 << 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Told now and then during a run: source bytes read so far by this process, and in all."""
+
+    done_nbytes: int
+    total_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to run, apart from what. `memory` bounds the group buffers, in bytes."""
+
+    workers: int
+    memory: int
+    resume: bool
+    overwrite: bool
+    on_progress: Callable[[Progress], None] | None
+
+
+Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
+
+
+def default_workers() -> int:
+    """Threads: the cores this process may use, at most 32."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(32, cores or 1))
+
+
+def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
+    """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
+    largest = work.largest_group_nbytes
+    return max(min(workers * largest, budget), largest) + workers * 4 * PIECE_BYTES
+
+
+def check_memory(work: Work, budget: int) -> None:
+    """Raise `MemoryBudgetError` if one scale group does not fit the budget."""
+    largest = work.largest_group_nbytes
+    if largest > budget:
+        raise MemoryBudgetError(
+            f"--max-host-memory {budget / 1e9:.2f} GB is less than the largest group of linears"
+            f" that share a scale ({largest / 1e9:.2f} GB); allow at least that"
+        )
+
+
+class Runner:
+    """One run. `run` returns the manifest (None on other ranks) and how many shards were kept."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        work: Work,
+        output: Path,
+        input_scale: Callable[[str], float],
+        input_scales_digest: str,
+        ranks: Ranks,
+        options: RunOptions,
+        finalise: Finalise,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._work = work
+        self._output = output
+        self._input_scale = input_scale
+        self._ranks = ranks
+        self._options = options
+        self._finalise = finalise
+        self._identity = Identity(
+            version=__version__,
+            source=work.source_fingerprint,
+            recipe=work.recipe_digest,
+            input_scales=input_scales_digest,
+            plan=work.digest(),
+            checksum=DEFAULT_ALGORITHM,
+        )
+
+    def run(self) -> tuple[dict[str, Any] | None, int]:
+        """All steps. Raises `BeamqError`s; whatever is durable then can be resumed."""
+        journal = Journal(self._output, self._identity, self._ranks.rank)
+        lock: OutputLock | None = None
+        options = self._options
+        try:
+            with self._meeting():
+                if self._ranks.first:
+                    check_small_tensors(self._checkpoint, self._work)
+                    output_folder.prepare(
+                        self._output, resume=options.resume, overwrite=options.overwrite
+                    )
+                    lock = OutputLock(self._output)
+            if options.resume and (whole := self._already_whole()) is not None:
+                return (whole if self._ranks.first else None), len(self._work.shards)
+            with self._meeting():
+                if self._ranks.first:
+                    self._begin(journal)
+            with self._meeting():
+                journal.load()
+                kept = len(journal.done)
+                journal.open()
+            with self._meeting():
+                self._convert(journal)
+            if not self._ranks.first:
+                return None, kept
+            journal.load()
+            manifest = self._finalise(journal.done)
+            journal.remove()
+            return manifest, kept
+        finally:
+            journal.close()
+            if lock is not None:
+                lock.release()
+            self._ranks.leave()
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Run a step on all ranks; leave it together, or fail together."""
+        try:
+            yield
+        except BaseException as error:
+            self._ranks.meet(error)
+            raise
+        self._ranks.meet()
+
+    def _already_whole(self) -> dict[str, Any] | None:
+        """The manifest, if this very conversion is complete in the output already."""
+        path = self._output / MANIFEST_NAME
+        if not path.exists():
+            return None
+        manifest = read_json_object(path, ResumeError, 1 << 30)
+        scales, digests = manifest.get("input_scales"), manifest.get("digests")
+        recorded = {
+            **(digests if isinstance(digests, dict) else {}),
+            "version": manifest.get("beamq"),
+            "checksum": manifest.get("checksum"),
+            "input_scales": scales.get("digest") if isinstance(scales, dict) else None,
+        }
+        check_identity(self._identity, recorded, self._output)
+        return manifest
+
+    def _begin(self, journal: Journal) -> None:
+        """First rank: make the folder ready, finish renames that a crash cut short."""
+        if not self._options.resume:
+            output_folder.clear(self._output)
+        journal.load()
+        finished = 0
+        for shard in self._work.shards:
+            if shard.name not in journal.done:
+                continue
+            final, partial = self._output / shard.name, self._output / f"{shard.name}.partial"
+            if not final.exists() and partial.exists():
+                publish(partial, final)
+            if not final.exists() or final.stat().st_size != shard.nbytes:
+                raise ResumeError(
+                    f"{final}: recorded as finished but missing or of another size; start again"
+                    " with --overwrite"
+                )
+            finished += shard.nbytes
+        output_folder.check_space(self._output, self._work, finished)
+        output_folder.remove_stale(self._output, self._work)
+        journal.open()
+
+    def _convert(self, journal: Journal) -> None:
+        work = self._work
+        weights = [0] * len(work.shards)
+        for job in work.jobs:
+            weights[job.shard] += job.source_nbytes
+        mine = [
+            index
+            for index in sorted(share(weights, self._ranks))
+            if work.shards[index].name not in journal.done
+        ]
+        stop = threading.Event()
+        meter = _Meter(self._options.on_progress, sum(weights[index] for index in mine))
+        crew = Crew(
+            self._checkpoint,
+            work,
+            self._output,
+            journal,
+            shards=mine,
+            workers=self._options.workers,
+            memory_budget=self._options.memory,
+            input_scale=self._input_scale,
+            advance=meter.advance,
+            stop=stop,
+        )
+        with _stop_on_signals(stop):
+            try:
+                crew.run()
+            except Interrupted:
+                done = sum(shard.name in journal.done for shard in work.shards)
+                raise Interrupted(
+                    f"interrupted; {done} of {len(work.shards)} shards are finished."
+                    " Run the same command with --resume to continue"
+                ) from None
+
+
+class _Meter:
+    """Adds up bytes from many threads and reports in steps."""
+
+    def __init__(self, report: Callable[[Progress], None] | None, total: int) -> None:
+        self._report = report
+        self._total = total
+        self._done = 0
+        self._told = 0
+        self._lock = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            due = self._done - self._told >= REPORT_STEP_BYTES or self._done == self._total
+            if due:
+                self._told = self._done
+            done = self._done
+        if due and self._report is not None:
+            self._report(Progress(done_nbytes=done, total_nbytes=self._total))
+
+
+@contextmanager
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
+    """Set `stop` on the first SIGINT or SIGTERM; a second one acts as usual."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, previous[signal.Signals(number)])
+
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
