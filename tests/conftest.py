@@ -1,0 +1,37 @@
+"""Fixtures shared by all tests: the two trained small Beams, and copies that a test may break."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MINI = ROOT.parent / "shared" / "fixtures" / "beam-mini"
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The project's root folder."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def beam_nano() -> Path:
+    """The trained 3.6M-parameter Beam: one file, no index. Read only."""
+    return ROOT / "examples" / "beam-nano"
+
+
+@pytest.fixture(scope="session")
+def beam_mini() -> Path:
+    """The trained 26M-parameter Beam in four shards, where it is at hand. Read only."""
+    if not MINI.is_dir():
+        pytest.skip(f"beam-mini is not at {MINI}")
+    return MINI
+
+
+@pytest.fixture
+def nano_copy(beam_nano: Path, tmp_path: Path) -> Path:
+    """A private copy of beam-nano to change."""
+    return Path(shutil.copytree(beam_nano, tmp_path / "nano"))
