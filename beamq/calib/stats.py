@@ -156,10 +156,11 @@ def entry_of(module: str) -> tuple[str, int | None]:
     `CalibrationError` for what is not a linear of a layer.
     """
     role = classify(f"{module}.weight")
-    group = fused_group(role).rpartition(".")[2] if role.role in _PARENTS else ""
-    if not group or role.layer is None or role.packed is not None:
+    parent = _PARENTS.get(role.role)
+    if parent is None or role.layer is None or role.packed is not None:
         raise CalibrationError(f"{module}: not a linear with calibration statistics")
-    return f"layers.{role.layer}.{_PARENTS[role.role]}.{group}", role.expert
+    group = fused_group(role).rpartition(".")[2]
+    return f"layers.{role.layer}.{parent}.{group}", role.expert
 
 
 _PARENTS = {Role.ATTENTION: "self_attn", Role.DENSE_MLP: "mlp", Role.EXPERT: "experts"}

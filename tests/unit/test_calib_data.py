@@ -7,7 +7,7 @@ import random
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ def prose(lines: int, seed: int = 0) -> str:
     return "".join(" ".join(rng.choices(WORDS, k=8)) + "\n" for _ in range(lines))
 
 
-def load(specs: list[Path | str], nano: Path, **options: Any) -> CalibrationData:
+def load(specs: Sequence[Path | str], nano: Path, **options: Any) -> CalibrationData:
     chosen = {"samples": 4, "sequence_length": 64, "seed": 0, **options}
     return load_calibration_data([str(spec) for spec in specs], nano, **chosen)
 
@@ -268,7 +268,6 @@ class TestRows:
         (tmp_path / "b.parquet").write_bytes(b"PAR1nonsense")
         with pytest.raises(CalibrationError, match="not a parquet file"):
             texts(tmp_path / "b.parquet")
-        whole = (tmp_path / "a.parquet").read_bytes()
         pq.write_table(pa.table({"text": ["x" * 100] * 50}), tmp_path / "c.parquet")
         whole = bytearray((tmp_path / "c.parquet").read_bytes())
         whole[4:40] = b"\xff" * 36
@@ -462,7 +461,8 @@ class TestPacking:
         tokenizer = CheckpointTokenizer(beam_nano)
         expected = {tuple(tokenizer.encode(prose(3, i)).tolist()) for i in range(6)}
         stream = data.input_ids.reshape(-1).tolist()
-        found, current = set(), []
+        found: set[tuple[int, ...]] = set()
+        current: list[int] = []
         for token in stream:
             if token == tokenizer.separator:
                 found.add(tuple(current))
