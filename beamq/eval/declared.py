@@ -21,14 +21,14 @@ VLLM_WIDE = "vllm-wide"  # tensor parallel beyond the KV heads: q, k, v and the 
 SGLANG = "sglang"
 TRANSFORMERS = "transformers"
 
-_FP8_WEIGHTS = {
+FP8_WEIGHTS = {
     "num_bits": 8,
     "type": "float",
     "symmetric": True,
     "strategy": "channel",
     "dynamic": False,
 }
-_FP8_ACTIVATIONS = {
+FP8_ACTIVATIONS = {
     "num_bits": 8,
     "type": "float",
     "symmetric": True,
@@ -128,7 +128,7 @@ def _ct_group_fault(group: Any) -> str | None:
         return "no targets"
     if group.get("format") not in (None, "float-quantized"):
         return f"format is {group['format']!r}"
-    for part, wanted in (("weights", _FP8_WEIGHTS), ("input_activations", _FP8_ACTIVATIONS)):
+    for part, wanted in (("weights", FP8_WEIGHTS), ("input_activations", FP8_ACTIVATIONS)):
         given = group.get(part)
         if not isinstance(given, Mapping):
             return f"{part} is missing"
