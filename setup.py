@@ -12,10 +12,18 @@ setup(
         Extension(
             "beamq.formats.kernels._cpu",
             sources=["beamq/formats/kernels/_cpu.c"],
-            depends=["beamq/formats/kernels/_core.h"],
+            depends=[
+                f"beamq/formats/kernels/_{part}.h" for part in ("core", "quantize", "compare")
+            ],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # Contraction or reassociation would change the last bit of a scale, and with it codes.
-            extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno"],
+            extra_compile_args=[
+                "-std=c11",
+                "-O3",
+                "-ffp-contract=off",
+                "-fno-math-errno",
+                "-fno-trapping-math",
+            ],
             py_limited_api=True,
             optional=True,
         )

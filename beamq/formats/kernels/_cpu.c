@@ -1,4 +1,4 @@
-/* beamq.formats.kernels._cpu: the bodies of _core.h as Python functions over raw buffers.
+/* beamq.formats.kernels._cpu: the bodies of the headers here as Python functions over raw buffers.
  *
  * In:  bytes-like objects (C-contiguous, any alignment) and dtype names as safetensors has them.
  * Out: tuples of numbers; kernels/cpu.py gives them names. Every size is checked here, before the
@@ -12,7 +12,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "_core.h"
+#include "_compare.h"
 
 /* ---- one body, several instruction sets ---------------------------------------------------- */
 
