@@ -1,0 +1,92 @@
+"""Recipes are closed: what isn't named stays precise, what isn't known is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from beamq.errors import RecipeError
+from beamq.recipe import BUILT_IN, load_recipe, matches, parse_recipe
+from beamq.roles import Role
+
+GOOD = {"name": "x", "summary": "y", "rules": {"expert": "nvfp4"}}
+
+
+def test_the_built_in_recipes_are_those_of_the_design() -> None:
+    rules = {name: dict(load_recipe(name).rules) for name in BUILT_IN}
+    linears = (Role.EXPERT, Role.DENSE_MLP, Role.ATTENTION)
+    assert rules == {
+        "nvfp4": {Role.EXPERT: "nvfp4"},
+        "nvfp4-mlp": dict.fromkeys(linears[:2], "nvfp4"),
+        "nvfp4-all": dict.fromkeys(linears, "nvfp4"),
+        "fp8": dict.fromkeys(linears, "fp8"),
+        "fp8-experts": {Role.EXPERT: "fp8"},
+    }
+    assert all(load_recipe(name).name == name for name in BUILT_IN)
+
+
+BAD: dict[str, tuple[dict[str, object], str]] = {
+    "unknown key": ({"quantise": 1}, "unknown key quantise"),
+    "no rules": ({"rules": {}}, "rules must map"),
+    "router": ({"rules": {"router": "fp8"}}, "only attention, dense-mlp, expert"),
+    "embedding": ({"rules": {"embedding": "fp8"}}, "can be quantized"),
+    "unknown format": ({"rules": {"expert": "int4"}}, "expected nvfp4 or fp8"),
+    "mixed": ({"rules": {"expert": "nvfp4", "attention": "fp8"}}, "SGLang refuses"),
+    "unknown scales": ({"scales": "best"}, "scales"),
+    "kv cache": ({"kv_cache": "int8"}, "kv_cache"),
+    "exclude not a list": ({"exclude": "gate"}, "list of patterns"),
+    "bad regex": ({"exclude": ["re:("]}, "not a regular expression"),
+    "name of two lines": ({"name": "a\nb"}, "one line"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD.values(), ids=BAD.keys())
+def test_a_bad_recipe_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        parse_recipe({**GOOD, **changes})
+
+
+def test_a_recipe_file_is_read_and_its_faults_name_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nsummary: my own\nrules: {expert: fp8}\n")
+    assert load_recipe(str(path)).format == "fp8"
+    path.write_text("name: [")
+    with pytest.raises(RecipeError, match=r"mine\.yaml: not valid YAML"):
+        load_recipe(str(path))
+    path.write_text("!!python/object/apply:os.system ['true']")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        load_recipe(str(path))
+    with pytest.raises(RecipeError, match="no recipe named 'nvfp5'"):
+        load_recipe("nvfp5")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(str(tmp_path / "absent.yaml"))
+
+
+def test_the_digest_is_of_what_changes_bytes() -> None:
+    recipe = parse_recipe(GOOD)
+    assert recipe.digest() == parse_recipe({**GOOD, "summary": "other words"}).digest()
+    assert recipe.digest() != recipe.with_options(exclude=("model.layers.3",)).digest()
+    assert recipe.digest() != recipe.with_options(kv_cache="fp8").digest()
+
+
+ROUTER, GATE = "model.layers.3.mlp.gate", "model.layers.3.mlp.experts.0.gate_proj"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "router", "gate"),
+    [
+        ("gate", True, False),
+        ("*gate", True, False),
+        (r"re:.*mlp\.gate$", True, False),
+        ("gate_proj", False, True),
+        ("*gate*", True, True),
+        ("model.layers.3", True, True),
+        ("model.layers.30", False, False),
+        ("layers.3.mlp.experts", False, True),
+        ("model.layers.3.mlp.experts*", False, True),
+        ("re:gate", False, False),
+    ],
+)
+def test_patterns_mean_what_they_say(pattern: str, router: bool, gate: bool) -> None:
+    assert (matches(pattern, ROUTER), matches(pattern, GATE)) == (router, gate)
