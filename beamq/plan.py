@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from beamq.checkpoint import ITEMSIZE, Checkpoint, TensorSpec
+from beamq.checkpoint import ITEMSIZE, Checkpoint, TensorSpec, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import RecipeError, UsageError
 from beamq.exclusion import Exclusion, apply_exclusions, quantized_units, tensor_parallel_notes
 from beamq.formats import layout
-from beamq.recipe import Recipe
+from beamq.recipe import Recipe, load_recipe
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, fused_group
 from beamq.shards import OutputTensor, Shard
 from beamq.sources import Companion, SourceMap, SourceRange, companion_files, map_sources
@@ -118,14 +119,31 @@ class Plan(Work):
 
 
 def make_plan(
-    checkpoint: Checkpoint, recipe: Recipe, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    source: Checkpoint | str | Path,
+    recipe: Recipe | str = "nvfp4",
+    *,
+    exclude: Sequence[str] = (),
+    kv_cache: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Plan:
-    """Plan the conversion of an opened source.
+    """Plan the conversion of a folder, or of an opened source.
 
-    Raises `TensorError`, `AlreadyQuantizedError`, `ConfigError` for the source and `RecipeError`
-    for a recipe that does not fit it. `max_shard_bytes` bounds a shard's tensor bytes; a job is
-    never split, so one larger job gets a shard of its own.
+    `recipe` is a `Recipe`, a built-in name or the path of a YAML file; `exclude` and `kv_cache`
+    are laid over it. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
+    `ConfigError` for the source and `RecipeError` for a recipe that does not fit it.
+    `max_shard_bytes` bounds a shard's tensor bytes; a job is never split, so one larger job gets
+    a shard of its own.
     """
+    chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    if exclude or kv_cache is not None:
+        chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
+    if isinstance(source, Checkpoint):
+        return _plan(source, chosen, max_shard_bytes)
+    with open_checkpoint(source) as checkpoint:
+        return _plan(checkpoint, chosen, max_shard_bytes)
+
+
+def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
     if max_shard_bytes < 1:
         raise UsageError(f"--max-shard-size is {max_shard_bytes} bytes, expected at least 1")
     config = BeamConfig.from_dict(checkpoint.config)
