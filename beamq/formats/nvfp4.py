@@ -1,4 +1,4 @@
-"""NVFP4 in plain torch: 4-bit codes, an E4M3 scale per 16 values of a row, an FP32 scale per tensor.
+"""NVFP4 in plain torch: 4-bit codes, an E4M3 scale per 16 values of a row, FP32 scale per tensor.
 
 In:  a weight [N, K] in BF16, F16 or FP32 (K a multiple of 16) and its global scale, which several
      tensors may share.
@@ -8,13 +8,13 @@ Out: `QuantizedTensor`, whose bytes equal those of NVIDIA ModelOpt 0.47's `NVFP4
     block_scale = E4M3(clamp(amax_block / (6 * global_scale), 2^-9, 448)),  1.0 for a zero block
     code        = E2M1(w / (block_scale * global_scale))
 
-The stored scale is what codes are computed from: choosing codes for the ideal scale and then storing
-a rounded one would shift every value of a block. All arithmetic is FP32 from the values as stored,
-with one IEEE operation per step, so that other implementations can match every bit.
+The stored scale is what codes are computed from: choosing codes for the ideal scale and then
+storing a rounded one would shift every value of a block. All arithmetic is FP32 from the values as
+stored, one IEEE operation per step, so that other implementations can match every bit.
 
 This is the readable statement of the rule; kernels/ has the fast ones, and tests hold them equal.
-Values must be finite: a block with a NaN or an infinity gets a finite scale and saturated codes here,
-but the kernels count it and callers refuse it.
+Values must be finite: a block with a NaN or an infinity gets a finite scale and saturated codes
+here, but the kernels count it and callers refuse it.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ def _compare(
     error = x - decoded
     along = torch.where(negative, -x, x)
     slack = x.abs() * 2.0**-22 + 2.0**-146
-    outside = ~((low - slack <= along) & (along <= high + slack))
+    outside = ~((low - slack <= along) & (along <= high + slack) & x.isfinite())
     count = int(outside.sum())
     first = int(outside.flatten().int().argmax()) if count else -1
     worst = float(torch.nan_to_num(error.abs(), nan=0.0, posinf=torch.inf).amax())
@@ -212,11 +212,14 @@ def _half_gap_above(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values.to(dtype)`, with every NaN of a BF16 result the quiet one of its sign."""
+    """FP32 `values.to(dtype)`, with every NaN of a BF16 result the quiet one of its sign.
+
+    torch's own choice of NaN depends on the length and the machine.
+    """
     cast = values.to(dtype)
     if dtype is torch.bfloat16:
-        quiet = torch.copysign(torch.full_like(cast, torch.nan).abs(), values.to(torch.float32))
-        cast = torch.where(values.isnan(), quiet.to(dtype), cast)
+        bits = torch.where(values.signbit(), -0x40, 0x7FC0).to(torch.int16)
+        cast = torch.where(values.isnan(), bits, cast.view(torch.int16)).view(dtype)
     return cast
 
 
@@ -225,7 +228,7 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(view: memoryview) -> torch.Tensor:
-    """U8 tensor over a buffer; torch wants a writable one that is not empty, so others are copied."""
+    """U8 tensor over a buffer; one that is empty or read-only, which torch refuses, is copied."""
     if len(view) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
