@@ -211,6 +211,10 @@ class TestRefused:
         with pytest.raises(CalibrationError, match="layer 0 is dense"):
             input_scales(make(found), config)
 
+    def test_routing_in_a_dense_layer(self, config: BeamConfig) -> None:
+        with pytest.raises(CalibrationError, match=r"layers\.0\.experts\.routed_tokens does not"):
+            input_scales(make({}, routed_tokens={0: i64([1] * EXPERTS)}), config)
+
     def test_another_number_of_experts(self, config: BeamConfig) -> None:
         fewer = replace(config, num_experts=8)
         stats = make(layer4(experts(1.0), experts(1.0)))

@@ -229,6 +229,16 @@ class TestMerge:
         found = merge(unseen(1), unseen(2)).inputs["layers.1.experts.down"]
         assert not found.second_moment.any()  # type: ignore[union-attr]
 
+    def test_one_row_keeps_its_moment(self) -> None:
+        name = "layers.0.mlp.down"
+        one, none = make(1, rich=True), make(2, rich=True)
+        seen = replace(one.inputs[name], rows=i64(1))
+        unseen = replace(none.inputs[name], rows=i64(0), second_moment=f32(np.zeros(HIDDEN)))
+        one = replace(one, inputs={**one.inputs, name: seen})
+        none = replace(none, inputs={**none.inputs, name: unseen})
+        found = merge(one, none).inputs[name].arrays()["second_moment"]
+        assert found.tobytes() == seen.arrays()["second_moment"].tobytes()
+
     def test_versions_and_names(self) -> None:
         many = tuple(str(i) for i in range(MAX_DROPPED_NAMES))
         first = make(1, versions={"beamq": "1", "torch": "2"}, dropped_names=many)
@@ -273,8 +283,12 @@ class TestFile:
         assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
 
     def test_same_statistics_same_bytes(self, tmp_path: Path) -> None:
-        stats = make(rich=True)
-        back = replace(stats, inputs=dict(reversed(list(stats.inputs.items()))))
+        stats = make(rich=True, versions={"beamq": "1", "torch": "2"})
+        back = replace(
+            stats,
+            inputs=dict(reversed(list(stats.inputs.items()))),
+            versions={"torch": "2", "beamq": "1"},
+        )
         save_stats(stats, tmp_path / "a")
         save_stats(back, tmp_path / "b")
         assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
