@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from beamq.checkpoint import FLOAT_SOURCES, ITEMSIZE, Checkpoint
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.checksum import Checksum, new_checksum
 from beamq.errors import Interrupted, TensorError
 from beamq.formats.kernels import cpu
+from beamq.header import ITEMSIZE
 from beamq.plan import Job, Member
 from beamq.roles import Role
 from beamq.shards import OutputTensor, ShardWriter

@@ -17,11 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from beamq.checkpoint import ITEMSIZE, Checkpoint, TensorSpec, open_checkpoint
+from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import RecipeError, UsageError
 from beamq.exclusion import Exclusion, apply_exclusions, quantized_units, tensor_parallel_notes
 from beamq.formats import layout
+from beamq.header import ITEMSIZE, TensorSpec
 from beamq.recipe import Recipe, load_recipe
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, fused_group
 from beamq.shards import OutputTensor, Shard

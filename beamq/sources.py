@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from beamq.checkpoint import FLOAT_SOURCES, ITEMSIZE, Checkpoint, TensorSpec
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import AlreadyQuantizedError, TensorError
+from beamq.header import ITEMSIZE, TensorSpec, few
 from beamq.roles import (
     PRECISE_FP32,
     Role,
@@ -76,7 +77,7 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
     if missing:
         raise TensorError(
             f"{checkpoint.root}: {len(missing)} tensors that config.json calls for are missing:"
-            f" {_few(missing)}"
+            f" {few(missing)}"
         )
     extra, dropped = _leftovers(checkpoint, used, config)
     notes = _notes(checkpoint, found, extra)
@@ -191,7 +192,7 @@ def _notes(
     others = [spec.name for spec in extra if spec.name != "lm_head.weight"]
     if others:
         yield (
-            f"{len(others)} tensors are not Beam's ({_few(others)}); copied bit for bit, but"
+            f"{len(others)} tensors are not Beam's ({few(others)}); copied bit for bit, but"
             " vLLM and SGLang stop at names they do not know"
         )
     declared = "quantization_config" in checkpoint.config
@@ -231,8 +232,3 @@ def companion_files(root: Path) -> tuple[Companion, ...]:
         target = "README.source.md" if name == "README.md" else name
         found.append(Companion(source=name, target=target, nbytes=path.stat().st_size))
     return tuple(found)
-
-
-def _few(items: list[str], count: int = 3) -> str:
-    shown = ", ".join(item[:120] for item in items[:count])
-    return shown + (f" and {len(items) - count} more" if len(items) > count else "")

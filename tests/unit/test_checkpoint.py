@@ -11,9 +11,10 @@ import pytest
 import safetensors_edit as st
 from safetensors.torch import load_file
 
-from beamq.checkpoint import open_checkpoint, read_header
+from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import CheckpointError, ConfigError, TensorError
+from beamq.header import read_header
 from beamq.roles import expected_tensors
 
 
