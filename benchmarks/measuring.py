@@ -1,0 +1,153 @@
+"""Run one process and say what it cost; make and remove what it works on.
+
+A measurement is a whole process: wall time from start to exit, its own CPU time and peak memory
+(from the kernel, for the process and its threads), and how busy the machine was with something
+else meanwhile, so that a disturbed run can be told from a slow one.
+
+This module and its importers stay small on purpose: a child started by `vfork` reports at least
+its parent's peak memory as its own.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """Seconds, bytes, and `others`: share of all cores that other processes used meanwhile."""
+
+    wall_s: float
+    user_s: float
+    system_s: float
+    peak_nbytes: int
+    others: float
+    output: str
+
+
+def run(command: Sequence[str]) -> Cost:
+    """Run to the end. Raises `RuntimeError` with the last lines if it fails."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryFile("w+") as output:
+        busy, begun = _busy_seconds(), time.monotonic()
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.monotonic() - begun
+        busy = _busy_seconds() - busy
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        text = output.read()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)[:200]}: exit {process.returncode}\n{text[-2000:]}")
+    own = usage.ru_utime + usage.ru_stime
+    return Cost(
+        wall_s=wall,
+        user_s=usage.ru_utime,
+        system_s=usage.ru_stime,
+        peak_nbytes=usage.ru_maxrss * 1024,
+        others=max(0.0, busy - own) / (wall * cores_online()),
+        output=text,
+    )
+
+
+def _busy_seconds() -> float:
+    """Seconds that all cores together were not idle since boot; 0 where Linux does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return 0.0
+    idle = int(fields[3]) + int(fields[4])
+    return float(sum(map(int, fields[:8])) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def cores_online() -> int:
+    """Cores of the machine, used or not."""
+    return os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    model = platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def available_nbytes() -> int:
+    """Memory that can be had without swapping; a large number where Linux does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 1 << 60
+
+
+class Workplace:
+    """A folder for slices and outputs, removed at the end."""
+
+    def __init__(self, parent: Path) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="beamq-benchmark-", dir=parent))
+        self.output = self.root / "output"
+        self._slice: tuple[int, Path] | None = None
+
+    def slice(self, experts: int) -> Path:
+        """The slice with so many experts; an earlier one with another number is removed first."""
+        if self._slice is not None and self._slice[0] == experts:
+            return self._slice[1]
+        if self._slice is not None:
+            shutil.rmtree(self._slice[1])
+            self._slice = None
+        folder = self.root / f"slice-{experts}"
+        run([sys.executable, str(HERE / "make_slice.py"), str(folder), "--experts", str(experts)])
+        self._slice = experts, folder
+        return folder
+
+    def clear_output(self) -> None:
+        """Free what the last run wrote."""
+        shutil.rmtree(self.output, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Free everything."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def weights_nbytes(folder: Path) -> int:
+    """Bytes of all weight files in a folder."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def forget_cached(folder: Path) -> None:
+    """Drop the folder's files from the page cache, so that the next reader goes to the disk."""
+    for path in folder.glob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
