@@ -139,7 +139,7 @@ class Ledger:
         return self._entries.setdefault(name, _Entry())
 
     def examined(self, name: str, count: int, unit: str) -> None:
-        """`count` more things were looked at; they pass unless `fault` is called too."""
+        """`count` more things (`unit`, a plural) were looked at, and pass unless faults follow."""
         entry = self._entry(name)
         entry.examined += count
         entry.unit = unit
@@ -178,9 +178,7 @@ def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> C
             count=entry.faults,
         )
     if entry is not None and entry.examined and entry.skipped is None:
-        return CheckResult(
-            name=name, status="pass", detail=f"{entry.examined:,} {entry.unit}".rstrip()
-        )
+        return CheckResult(name=name, status="pass", detail=f"{entry.unit}: {entry.examined:,}")
     reason = entry.skipped if entry is not None else None
     if reason is None and needs == "source" and not with_source:
         reason = "needs --source"

@@ -29,7 +29,7 @@ _KV_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
 
 def declared_format(folder: Folder, ledger: Ledger) -> str:
     """`nvfp4` or `fp8` as the config files say; `undeclared` with a fault otherwise."""
-    ledger.examined("config.declared", 1, "format")
+    ledger.examined("config.declared", 1, "formats")
     block = folder.block
     nested = (folder.hf_quant_config or {}).get("quantization")
     if block is None and isinstance(nested, Mapping):
@@ -59,7 +59,7 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
 
 def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
     """Everything under `config.*` but the declaration itself."""
-    ledger.examined("config.dtype", 1, "key")
+    ledger.examined("config.dtype", 1, "keys")
     if folder.raw_config.get("dtype") != "bfloat16":
         said = folder.raw_config.get("dtype")
         ledger.fault("config.dtype", "config.json", f"dtype is {said!r}, expected 'bfloat16'")
@@ -169,8 +169,8 @@ def _compare(given: Any, wanted: Mapping[str, Any], where: str, ledger: Ledger) 
 
 def _check_fp8(folder: Folder, ledger: Ledger) -> None:
     block = folder.block or {}
-    ledger.examined("config.fields", 1, "file")
-    ledger.examined("config.agreement", 1, "file")
+    ledger.examined("config.fields", 1, "files")
+    ledger.examined("config.agreement", 1, "files")
     if (folder.root / HF_QUANT_NAME).exists():
         ledger.fault(
             "config.agreement", HF_QUANT_NAME, "must not stand beside compressed-tensors' config"
@@ -208,7 +208,7 @@ def _check_schema(block: Mapping[str, Any], ledger: Ledger) -> None:
     except ImportError:
         ledger.skip("config.schema", "compressed-tensors is not installed")
         return
-    ledger.examined("config.schema", 1, "block")
+    ledger.examined("config.schema", 1, "blocks")
     try:
         parsed = QuantizationConfig.model_validate(dict(block)).model_dump(mode="json")
     except (ValueError, TypeError) as fault:

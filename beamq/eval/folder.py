@@ -15,17 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from beamq.checkpoint import (
-    INDEX_NAME,
-    MAX_INDEX_BYTES,
-    SINGLE_NAME,
-    TensorSpec,
-    read_header,
-    safe_file_name,
-)
+from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, safe_file_name
 from beamq.config import BeamConfig, read_config, read_json_object
 from beamq.errors import CheckpointError
 from beamq.eval.checks import Ledger, few
+from beamq.header import TensorSpec, read_header
 
 HF_QUANT_NAME = "hf_quant_config.json"
 MANIFEST_NAME = "beamq.json"
@@ -151,7 +145,7 @@ def _check_index(folder: Folder, ledger: Ledger) -> None:
             ledger.fault("files.index", name, f"in {spec.file}, but not in the index")
     metadata = folder.index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    ledger.examined("files.total-size", 1, "sum")
+    ledger.examined("files.total-size", 1, "sums")
     if ledger.failed("files.readable"):
         ledger.skip("files.total-size", "a shard cannot be read")
     elif total != nbytes:

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from beamq.checkpoint import TensorSpec
 from beamq.eval.structure import Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.formats.layout import quantized_tensors
+from beamq.header import TensorSpec
 from beamq.roles import Role, TensorRole
 from beamq.sources import SourceRange
 

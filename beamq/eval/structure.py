@@ -15,11 +15,12 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from beamq.checkpoint import Checkpoint, TensorSpec
+from beamq.checkpoint import Checkpoint
 from beamq.eval.checks import Ledger
 from beamq.eval.config_checks import FP8, NVFP4
 from beamq.eval.folder import Folder
 from beamq.formats.layout import quantized_tensors
+from beamq.header import TensorSpec
 from beamq.roles import PRECISE_FP32, QUANTIZABLE, Role, TensorRole, expected_tensors, fused_group
 
 CODE_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2")
@@ -127,10 +128,11 @@ def _linear(
         return linear
     # Without a declaration the tensors themselves tell the format.
     own = fmt if fmt in (NVFP4, FP8) else linear.format
-    for name, dtype, wanted in quantized_tensors(role.module, own, n, k):
+    wanted_tensors = quantized_tensors(role.module, own, n, k)
+    ledger.examined("tensors.present", len(wanted_tensors) - 1, "expected tensors")
+    for name, dtype, wanted in wanted_tensors:
         spec = left.pop(name, None)
         if spec is None:
-            ledger.examined("tensors.present", 1, "expected tensors")
             ledger.fault("tensors.present", name, f"is missing; {own} needs it")
             continue
         _check_shape(spec, wanted, ledger)

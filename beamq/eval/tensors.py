@@ -20,11 +20,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-from beamq.checkpoint import FLOAT_SOURCES, ITEMSIZE, Checkpoint, TensorSpec
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.checksum import new_checksum
 from beamq.eval.items import Item, Outcome
 from beamq.eval.structure import SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
+from beamq.header import ITEMSIZE, TensorSpec
 from beamq.roles import PRECISE_FP32
 from beamq.sources import SourceRange
 

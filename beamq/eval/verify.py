@@ -146,7 +146,7 @@ class _Reader:
             for name, where, detail in outcome.faults:
                 self._ledger.fault(name, where, detail)
             if outcome.sums.elements:
-                totals.setdefault(outcome.item.role.role, _RoleTotal()).add(outcome)
+                totals.setdefault(outcome.item.role.role.value, _RoleTotal()).add(outcome)
         formats = {item.linear.format for item in items if item.linear is not None}
         for fmt, names in _VALUES_OF.items():
             for name in names if fmt not in formats else ():
