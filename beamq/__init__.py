@@ -1,1 +1,118 @@
-"""beamq: NVFP4 and FP8 checkpoints of Reflection's Beam, converted, calibrated and verified."""
+"""beamq: NVFP4 and FP8 checkpoints of Reflection's Beam, converted, calibrated and verified.
+
+Everything the command line does is one call here:
+
+    make_plan, quantize, dequantize     from headers to a plan, from a plan to a folder
+    verify                              is a folder what the engines will load?
+    logits                              Beam's own forward pass over any of its formats
+    open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
+
+with the errors they raise and the records they return. Names are imported when first used, so
+that `import beamq` costs nothing; only `logits` brings torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from beamq.version import __version__
+
+if TYPE_CHECKING:
+    from beamq.checkpoint import Checkpoint, open_checkpoint
+    from beamq.config import BeamConfig
+    from beamq.convert import QuantizeResult, quantize
+    from beamq.decode import DequantizeResult, dequantize
+    from beamq.errors import (
+        AlreadyQuantizedError,
+        BeamqError,
+        CalibrationError,
+        CheckFailed,
+        CheckpointError,
+        ConfigError,
+        DeviceError,
+        DiskError,
+        EnvironmentFault,
+        InputError,
+        Interrupted,
+        MemoryBudgetError,
+        MissingDependencyError,
+        OutputBusyError,
+        RecipeError,
+        ResumeError,
+        TensorError,
+        UsageError,
+    )
+    from beamq.eval.checks import VerifyReport
+    from beamq.eval.verify import verify
+    from beamq.header import TensorSpec
+    from beamq.model.logits import logits
+    from beamq.plan import Plan, make_plan
+    from beamq.recipe import Recipe, load_recipe
+    from beamq.runner import Progress
+
+__all__ = [
+    "AlreadyQuantizedError",
+    "BeamConfig",
+    "BeamqError",
+    "CalibrationError",
+    "CheckFailed",
+    "Checkpoint",
+    "CheckpointError",
+    "ConfigError",
+    "DequantizeResult",
+    "DeviceError",
+    "DiskError",
+    "EnvironmentFault",
+    "InputError",
+    "Interrupted",
+    "MemoryBudgetError",
+    "MissingDependencyError",
+    "OutputBusyError",
+    "Plan",
+    "Progress",
+    "QuantizeResult",
+    "Recipe",
+    "RecipeError",
+    "ResumeError",
+    "TensorError",
+    "TensorSpec",
+    "UsageError",
+    "VerifyReport",
+    "__version__",
+    "dequantize",
+    "load_recipe",
+    "logits",
+    "make_plan",
+    "open_checkpoint",
+    "quantize",
+    "verify",
+]
+
+_HOMES = {
+    "beamq.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "beamq.config": ("BeamConfig",),
+    "beamq.convert": ("QuantizeResult", "quantize"),
+    "beamq.decode": ("DequantizeResult", "dequantize"),
+    "beamq.eval.checks": ("VerifyReport",),
+    "beamq.eval.verify": ("verify",),
+    "beamq.header": ("TensorSpec",),
+    "beamq.model.logits": ("logits",),
+    "beamq.plan": ("Plan", "make_plan"),
+    "beamq.recipe": ("Recipe", "load_recipe"),
+    "beamq.runner": ("Progress",),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'beamq' has no attribute {name!r}")
+    value = getattr(import_module(_HOME.get(name, "beamq.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,78 @@
+"""How a command ends: run its body, catch what comes out, tell of it, give the exit code.
+
+    0 done   1 a check failed, or a defect of beamq   2 usage   3 bad input or recipe
+    4 the machine: disk, memory, packages   130 interrupted
+
+The only place that catches `BeamqError`s. An error is a line or two on stderr, `error: ...`; with
+`--json` also one object on stdout, {"error", "kind" (the class in beamq.errors), "exit_code"}; a
+traceback only with `--debug`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING
+
+from beamq.errors import BeamqError, Interrupted, MemoryBudgetError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from beamq.console import Screen
+
+Body = Callable[["Screen"], int | None]
+
+
+def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> int:
+    """Run a command's body, which may return an exit code of its own (0 or 1)."""
+    try:
+        from beamq.console import Screen  # rich
+
+        return body(Screen(as_json=as_json, quiet=quiet)) or 0
+    except (Exception, KeyboardInterrupt) as raised:
+        if debug:
+            traceback.print_exc()
+        return tell(_named(raised), as_json=as_json, debug=debug)
+
+
+def _named(raised: BaseException) -> BaseException:
+    """The error of ours that says what others raised mean."""
+    if isinstance(raised, KeyboardInterrupt):
+        return Interrupted("interrupted")
+    if isinstance(raised, MemoryError):
+        return MemoryBudgetError(
+            "out of memory; fewer --workers or a smaller --max-host-memory need less"
+        )
+    if isinstance(raised, ModuleNotFoundError):
+        package = (raised.name or "").partition(".")[0]
+        if package and package != "beamq":
+            return MissingDependencyError(
+                f"the package {package} is not installed and this command needs it; see"
+                " `beamq doctor`"
+            )
+    return raised
+
+
+def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) -> int:
+    """Write an error in the ways asked for. Returns its exit code."""
+    if isinstance(error, BeamqError):
+        kind, text, code = type(error).__name__, str(error), error.exit_code
+    else:
+        kind, code = "InternalError", 1
+        remedy = "please report it" if debug else "run with --debug and report it"
+        text = f"internal error: {type(error).__name__}: {str(error)[:300]}; {remedy}"
+    _write(sys.stderr, f"error: {text}\n")
+    if as_json:
+        found = {"error": text, "kind": kind, "exit_code": code}
+        _write(sys.stdout, json.dumps(found, indent=2) + "\n")
+    return code
+
+
+def _write(stream: IO[str], text: str) -> None:
+    """Write if that is still possible: whatever became of the stream, the exit code counts."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except (OSError, ValueError):
+        return

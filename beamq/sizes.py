@@ -1,0 +1,60 @@
+"""Sizes as people write and read them: `5GB` to bytes, bytes to `293.62 GB`, and the like.
+
+kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024. What is shown is decimal
+unless it says GiB.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from beamq.errors import UsageError
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of `5GB`, `500 MB`, `4GiB` or a plain number. Raises `UsageError` naming `option`."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or (found[3] and not found[2]):
+        raise UsageError(f"{option} {text!r}: not a size; write for example 5GB, 500MB or 4GiB")
+    base = 1024 if found[3] else 1000
+    nbytes = int(Fraction(found[1]) * base ** _POWERS[found[2].lower()])
+    if nbytes < 1:
+        raise UsageError(f"{option} {text!r}: expected at least one byte")
+    return nbytes
+
+
+def show_bytes(nbytes: int) -> str:
+    """Decimal, three or more digits: `7.25 MB`, `293.62 GB`, `1,002.66 GB`."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def show_gib(nbytes: int) -> str:
+    """Binary, as KV caches are usually told: `4.58 GiB`, or MiB below one."""
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**30:.2f} GiB"
+    return f"{nbytes / 2**20:.2f} MiB"
+
+
+def show_count(number: int) -> str:
+    """Parameters: `501.27 B`, `3.62 M`, `1,152`."""
+    for unit, size in (("B", 10**9), ("M", 10**6)):
+        if number >= size:
+            return f"{number / size:,.2f} {unit}"
+    return f"{number:,}"
+
+
+def show_seconds(seconds: float) -> str:
+    """`0.42 s`, `37.1 s`, `12 min 5 s`, `2 h 14 min`."""
+    if seconds < 100:
+        return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
