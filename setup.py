@@ -20,6 +20,7 @@ setup(
             extra_compile_args=[
                 "-std=c11",
                 "-O3",
+                "-g0",
                 "-ffp-contract=off",
                 "-fno-math-errno",
                 "-fno-trapping-math",

@@ -201,7 +201,7 @@ INLINE int64_t convert_body(const void *src, size_t n, int from, void *out, int 
 }
 
 /* First position at which two buffers differ, or -1. */
-static int64_t first_difference(const u8 *a, const u8 *b, size_t n) {
+INLINE int64_t first_difference(const u8 *a, const u8 *b, size_t n) {
     const size_t chunk = 4096;
     for (size_t start = 0; start < n; start += chunk) {
         size_t length = n - start < chunk ? n - start : chunk;
