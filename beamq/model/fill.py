@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from beamq.checkpoint import FLOAT_SOURCES, Checkpoint, TensorSpec
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.errors import TensorError
+from beamq.header import TensorSpec
 from beamq.model.stored import expect_shape
 from beamq.torch_dtypes import TORCH_DTYPES
 

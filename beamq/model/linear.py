@@ -155,7 +155,7 @@ class ReferenceGemm:
         offsets: Sequence[int],
     ) -> torch.Tensor:
         """See `Gemm.grouped`. A loop over the experts that have rows, unless one call serves."""
-        if isinstance(weight, DenseWeight) and _grouped_mm_serves(x_TK, weight.w_NK):
+        if isinstance(weight, DenseWeight) and _grouped_mm_serves(x_TK, weight.w_NK, offsets):
             x_SK = x_TK if rows is None else x_TK.index_select(0, rows)
             ends = torch.tensor(offsets[1:], dtype=torch.int32).to(x_TK.device)
             return F.grouped_mm(x_SK, weight.w_NK.transpose(1, 2), offs=ends)
@@ -212,7 +212,7 @@ def nvfp4_operand(x_TK: torch.Tensor, global_scale: torch.Tensor) -> torch.Tenso
     `torch.round` ties to even, and on the grid's three spacings (1/2 below 2, 1 below 4, 2 above)
     that is the tie to the even code.
     """
-    x_TB16 = x_TK.float().view(x_TK.shape[0], -1, NVFP4_BLOCK)
+    x_TB16 = x_TK.float().view(x_TK.shape[0], x_TK.shape[1] // NVFP4_BLOCK, NVFP4_BLOCK)
     ideal_TB1 = x_TB16.abs().amax(-1, keepdim=True) / (E2M1_MAX * global_scale)
     ideal_TB1 = torch.where(ideal_TB1 == 0, 1.0, ideal_TB1).clamp_(E4M3_MIN, E4M3_MAX)
     scale_TB1 = to_e4m3(ideal_TB1).float()
@@ -277,10 +277,11 @@ def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield expert, offsets[expert], offsets[expert + 1]
 
 
-def _grouped_mm_serves(x_TK: torch.Tensor, w_ENK: torch.Tensor) -> bool:
-    """BF16, and rows of whole 16 bytes on both sides, as torch's kernels demand."""
+def _grouped_mm_serves(x_TK: torch.Tensor, w_ENK: torch.Tensor, offsets: Sequence[int]) -> bool:
+    """BF16, any rows at all, and rows of whole 16 bytes on both sides, as torch demands."""
     return (
-        x_TK.dtype == w_ENK.dtype == torch.bfloat16
+        offsets[-1] > 0
+        and x_TK.dtype == w_ENK.dtype == torch.bfloat16
         and w_ENK.shape[1] % 8 == 0
         and w_ENK.shape[2] % 8 == 0
     )

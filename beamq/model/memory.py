@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from beamq.checkpoint import FLOAT_SOURCES, Checkpoint, TensorSpec
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import MemoryBudgetError
+from beamq.header import TensorSpec
 from beamq.model.moe import CHUNK_ELEMENTS
 from beamq.roles import PRECISE_FP32, Role, classify
 

@@ -76,7 +76,7 @@ def route(x_TK: torch.Tensor, router: RouterWeights, config: BeamConfig) -> Rout
     scores_TE = logits_TE.sigmoid()
     choice_TE = scores_TE + router.bias_E
     if config.topk_group < config.n_group:
-        choice_TGe = choice_TE.view(len(choice_TE), config.n_group, -1)
+        choice_TGe = choice_TE.view(-1, config.n_group, config.num_experts // config.n_group)
         best_two = choice_TGe.topk(min(2, choice_TGe.shape[2]), dim=-1)[0]
         groups = best_two.sum(-1).topk(config.topk_group, dim=-1)[1]
         kept_TG = torch.zeros_like(choice_TGe[..., 0], dtype=torch.bool).scatter_(1, groups, True)
@@ -157,10 +157,6 @@ def add_slice(
     if observer is not None:
         x_in, rows = x_TK.index_select(0, plan.token_S[low:high]), None
         observer.expert_input(layer, "gate_up", x_in, part.first, offsets)
-    if low == high:
-        if observer is not None:
-            observer.expert_input(layer, "down_proj", x_in.new_empty(0, 0), part.first, offsets)
-        return
     active_SI = swiglu(gemm.grouped(x_in, rows, part.gate_up, offsets))
     if observer is not None:
         observer.expert_input(layer, "down_proj", active_SI, part.first, offsets)

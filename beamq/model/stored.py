@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from beamq.checkpoint import FLOAT_SOURCES, Checkpoint, TensorSpec
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.config import read_json_object
 from beamq.errors import CheckpointError, TensorError
 from beamq.formats.numerics import NVFP4_BLOCK
+from beamq.header import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

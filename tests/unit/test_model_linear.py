@@ -1,0 +1,166 @@
+"""GEMMs of every format against exact arithmetic, and activations against the formats' own rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from beamq.errors import TensorError, UsageError
+from beamq.formats import fp8, nvfp4
+from beamq.formats.numerics import E2M1_MAGNITUDES, e2m1_values, unpack_nibbles
+from beamq.model.linear import (
+    DenseWeight,
+    Fp8Weight,
+    LinearWeight,
+    Nvfp4Weight,
+    decode,
+    gemm_backend,
+    nvfp4_operand,
+    weight_operand,
+)
+
+
+def fp8_weight(w_NK: torch.Tensor) -> Fp8Weight:
+    codes, scale = fp8.quantize_rows(w_NK)
+    return Fp8Weight(codes=codes, scale=scale)
+
+
+def nvfp4_weight(w_NK: torch.Tensor, input_amax: float | None = 4.0) -> Nvfp4Weight:
+    q = nvfp4.quantize(w_NK, nvfp4.global_scale_from_amax(w_NK.float().abs().max()))
+    input_scale = None if input_amax is None else nvfp4.global_scale_from_amax(input_amax)
+    return Nvfp4Weight(
+        codes=q.codes,
+        block_scale=q.block_scale,
+        global_scale=q.global_scale.expand(w_NK.shape[0], 1),
+        input_scale=input_scale,
+    )
+
+
+def stack(weights: list[LinearWeight]) -> LinearWeight:
+    """Experts' weights with a leading axis."""
+    first = weights[0]
+    fields = [name for name in first.__dataclass_fields__ if name != "input_scale"]
+    built = {name: torch.stack([getattr(w, name) for w in weights]) for name in fields}
+    if isinstance(first, Nvfp4Weight):
+        built["input_scale"] = first.input_scale
+    return type(first)(**built)
+
+
+MAKERS = {
+    "dense": lambda w: DenseWeight(w_NK=w),
+    "fp8": fp8_weight,
+    "nvfp4": nvfp4_weight,
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), spread=st.integers(-12, 12), amax=st.floats(1e-3, 1e3))
+def test_activations_are_quantized_by_the_formats_rule(seed: int, spread: int, amax: float) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(4, 64) * 2.0**spread
+    x[0, :16] = 0
+    x[1] = torch.tensor(E2M1_MAGNITUDES).repeat(8) * 1.25  # ties at the stored scale
+    scale = nvfp4.global_scale_from_amax(amax)
+    q = nvfp4.quantize(x, scale)
+    codes = e2m1_values(unpack_nibbles(q.codes)).view(4, -1, 16)
+    wanted = (codes * q.block_scale.float().unsqueeze(-1)).flatten(1)
+    assert torch.equal(nvfp4_operand(x, scale), wanted)
+
+
+@pytest.mark.parametrize("midpoint", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+def test_activation_ties_go_to_the_even_code(midpoint: float) -> None:
+    x = torch.full((1, 16), midpoint)
+    x[0, 0] = 6.0  # block scale 1 at global scale 1
+    wanted = nvfp4.dequantize(nvfp4.quantize(x, 1.0), torch.float32)
+    assert torch.equal(nvfp4_operand(x, torch.tensor(1.0)), wanted)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+def test_operands_are_exact_in_bf16(fmt: str) -> None:
+    torch.manual_seed(1)
+    weight = MAKERS[fmt](torch.randn(32, 64))
+    exact, scale = weight_operand(weight, torch.float32)
+    assert torch.equal(weight_operand(weight, torch.bfloat16)[0].float(), exact)
+    if fmt == "fp8":
+        wanted = fp8.dequantize_rows(weight.codes, weight.scale, torch.float32)
+    else:
+        q = nvfp4.QuantizedTensor(
+            codes=weight.codes, block_scale=weight.block_scale, global_scale=scale[0, 0]
+        )
+        wanted = nvfp4.dequantize(q, torch.float32)
+    assert torch.equal(decode(weight, torch.float32), wanted)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_product_equals_exact_arithmetic(fmt: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(20, 128).to(dtype), MAKERS[fmt](torch.randn(48, 128))
+    if fmt == "fp8":
+        codes, scale = fp8.quantize_rows(x)
+        x_exact = codes.double() * scale.double()
+        w_exact = weight.codes.double() * weight.scale.double()
+    else:
+        x_exact = nvfp4_operand(x, weight.input_scale).double() * weight.input_scale.double()
+        operand, scale = weight_operand(weight, torch.float32)
+        w_exact = operand.double() * scale.double()
+    exact = x_exact @ w_exact.t()
+    got = gemm_backend("reference").linear(x, weight)
+    assert got.dtype == dtype
+    bound = 1e-6 if dtype == torch.float32 else 2.0**-8
+    error = ((got.double() - exact).abs() / exact.abs().clamp(min=exact.abs().max() * 1e-2)).max()
+    assert error <= bound, f"{fmt}: relative error {error:.2e}"
+
+
+def test_relative_error_of_the_formats_is_what_theory_says() -> None:
+    torch.manual_seed(3)
+    x, w = torch.randn(256, 512), torch.randn(256, 512)
+    exact = x @ w.t()
+    for fmt, low, high in (("fp8", 0.03, 0.045), ("nvfp4", 0.12, 0.145)):
+        error = (gemm_backend("reference").linear(x, MAKERS[fmt](w)) - exact).norm() / exact.norm()
+        assert low < error < high, f"{fmt}: {error:.4f}"
+
+
+@pytest.mark.parametrize("fmt", ["dense", "fp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathered", [True, False])
+def test_grouped_equals_expert_by_expert(fmt: str, dtype: torch.dtype, gathered: bool) -> None:
+    torch.manual_seed(4)
+    experts = [MAKERS[fmt](torch.randn(24, 32).to(dtype)) for _ in range(5)]
+    offsets = [0, 0, 3, 10, 10, 16]  # two experts without rows
+    x = torch.randn(7 if gathered else 16, 32).to(dtype)
+    rows = torch.randint(0, 7, (16,)) if gathered else None
+    gemm = gemm_backend("reference")
+    got = gemm.grouped(x, rows, stack(experts), offsets)
+    x_SK = x if rows is None else x[rows]
+    for e, weight in enumerate(experts):
+        part = slice(offsets[e], offsets[e + 1])
+        wanted = gemm.linear(x_SK[part], weight)
+        assert torch.allclose(got[part].float(), wanted.float(), rtol=1e-2, atol=1e-5)
+        if dtype == torch.float32:
+            assert torch.equal(got[part], wanted)
+
+
+def test_odd_widths_are_served() -> None:
+    torch.manual_seed(5)
+    w = torch.randn(3, 5, 6).bfloat16()
+    x = torch.randn(4, 6).bfloat16()
+    got = gemm_backend("reference").grouped(x, None, DenseWeight(w_NK=w), [0, 1, 1, 4])
+    assert torch.equal(got[1:], x[1:] @ w[2].t())
+
+
+def test_weights_only_leaves_activations_alone() -> None:
+    torch.manual_seed(6)
+    x = torch.randn(4, 32)
+    for weight in (fp8_weight(torch.randn(8, 32)), nvfp4_weight(torch.randn(8, 32), None)):
+        got = gemm_backend("weights-only").linear(x, weight)
+        assert torch.equal(got, x @ decode(weight, torch.float32).t())
+
+
+def test_refusals() -> None:
+    with pytest.raises(TensorError, match="no input_scale"):
+        gemm_backend("reference").linear(torch.randn(4, 32), nvfp4_weight(torch.randn(8, 32), None))
+    with pytest.raises(UsageError, match="'fast' is unknown, expected one of: reference"):
+        gemm_backend("fast")
