@@ -8,6 +8,7 @@ the same input gives the same text; colour appears on terminals only, and never 
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -35,6 +36,8 @@ from rich.text import Text
 from beamq.errors import DiskError
 
 WIDTH = 80
+# A rule of hyphens under the header and nothing else: the same in every encoding.
+_RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 Advance = Callable[[int, int], None]
 """Takes bytes done and bytes in all; may be called from any thread."""
 
@@ -129,20 +132,20 @@ def _bar(console: Console) -> Progress:
 
 
 def _print(stream: IO[str], blocks: Iterable[Block]) -> None:
-    console = Console(file=stream, width=WIDTH, highlight=False, markup=False, emoji=False)
-    with console.capture() as captured:
-        for block in blocks:
-            if isinstance(block, Grid):
-                if block.title and block.rows:
-                    console.print(Text(block.title, style="bold"), soft_wrap=True)
-                if block.rows:
-                    console.print(_table(block))
-                continue
-            lines = [block] if isinstance(block, Command) else _fill(block)
-            for line in lines:
-                console.print(Text(line), soft_wrap=True)
-    text = "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-    _write(stream, text)
+    """Lay the blocks out for this stream, then write them at once."""
+    styled = stream.isatty() and not os.environ.get("NO_COLOR")
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=styled, width=WIDTH, highlight=False)
+    for block in blocks:
+        if isinstance(block, Grid):
+            if block.title and block.rows:
+                console.print(Text(block.title, style="bold"), soft_wrap=True)
+            if block.rows:
+                console.print(_table(block))
+            continue
+        for line in [block] if isinstance(block, Command) else _fill(block):
+            console.print(Text(line), soft_wrap=True)
+    _write(stream, "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
 
 
 def _fill(prose: str) -> list[str]:
@@ -151,11 +154,11 @@ def _fill(prose: str) -> list[str]:
 
 def _table(grid: Grid) -> Table:
     table = Table(
-        box=box.SIMPLE_HEAD,
+        box=_RULED,
         show_edge=False,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        header_style="dim",
+        header_style="",
         show_header=any(name.strip(">") for name in grid.columns),
     )
     for name in grid.columns:
