@@ -26,6 +26,7 @@ CHECKS: dict[str, tuple[Level, str]] = {
     "manifest.present": ("structure", "beamq.json lists these shards and tensors, with checksums"),
     "config.declared": ("structure", "one format is declared, and it is one all engines load"),
     "config.fields": ("structure", "every field is exactly what the engines require"),
+    "config.ignore": ("structure", "every linear left precise is in the ignore list"),
     "config.agreement": ("structure", "config.json and hf_quant_config.json say the same"),
     "config.schema": ("structure", "compressed-tensors' own class accepts the block unchanged"),
     "config.dtype": ("structure", "config.json's dtype is bfloat16"),
@@ -149,8 +150,8 @@ class Ledger:
         entry = self._entry(name)
         entry.faults += 1
         if len(entry.where) < SHOWN:
-            entry.where.append(where)
-        entry.detail = entry.detail or f"{where}: {detail}"
+            entry.where.append(printable(where))
+        entry.detail = entry.detail or printable(f"{where}: {detail}")
 
     def skip(self, name: str, reason: str) -> None:
         """The check does not apply or cannot be done. A fault found elsewhere outweighs it."""
@@ -187,8 +188,14 @@ def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> C
     return CheckResult(name=name, status="skip", detail=reason or "nothing to examine")
 
 
+def printable(text: str, limit: int = 300) -> str:
+    """Names come from files of strangers: no control characters, no endless lines."""
+    kept = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
+    return kept if len(text) <= limit else kept[:limit] + "..."
+
+
 def few(items: Iterable[str], shown: int = 3) -> str:
     """The first few names of a list, and how many more there are."""
     listed = list(items)
     more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
-    return ", ".join(listed[:shown]) + more
+    return ", ".join(printable(item, 120) for item in listed[:shown]) + more

@@ -11,12 +11,14 @@ first names the cause when the second goes wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from beamq.eval.checks import Ledger
 from beamq.eval.declared import FP8_ACTIVATIONS, FP8_WEIGHTS, TRANSFORMERS
 from beamq.eval.engines import mismatches, simulate
 from beamq.eval.folder import HF_QUANT_NAME, Folder
+from beamq.eval.matching import EngineRefusal, equal_or_regex
 from beamq.formats.layout import NVFP4_BLOCK
 
 NVFP4 = "nvfp4"
@@ -229,6 +231,48 @@ def _changed(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
             for change in _changed(value, theirs.get(key), f"{path}.{key}".lstrip("."))
         ]
     return [] if ours == theirs else [(path, ours, theirs)]
+
+
+def check_ignore_covers(
+    folder: Folder, fmt: str, stored: Mapping[str, bool], ledger: Ledger
+) -> None:
+    """Linears, routers and head that are not quantized must be listed, for readers that go by
+    the list alone; vLLM and SGLang would also do without the routers."""
+    entries = (folder.block or {}).get("ignore")
+    if not isinstance(entries, list) or fmt == UNDECLARED:
+        ledger.skip("config.ignore", "no ignore list; see config.fields")
+        return
+    listed = _Listed([entry for entry in entries if isinstance(entry, str)])
+    routers = {f"model.layers.{i}.mlp.gate": False for i in folder.config.sparse_layers}
+    precise = [m for m, quantized in {**stored, **routers}.items() if not quantized]
+    for module in precise:
+        if module == "model.embed_tokens" and fmt == FP8:
+            continue  # targets name Linear, and this is none
+        ledger.examined("config.ignore", 1, "modules")
+        if not listed.covers(module):
+            ledger.fault("config.ignore", module, "is stored unquantized, but not listed")
+
+
+class _Listed:
+    """An ignore list read by its plain meaning: names, `re:` patterns, globs, `x*` as a prefix."""
+
+    def __init__(self, entries: list[str]) -> None:
+        self._names = frozenset(entries)
+        self._patterns = [e for e in entries if e.startswith("re:") or set(e) & set("*?[")]
+
+    def covers(self, module: str) -> bool:
+        if module in self._names:
+            return True
+        return any(self._matches(pattern, module) for pattern in self._patterns)
+
+    @staticmethod
+    def _matches(pattern: str, module: str) -> bool:
+        if not pattern.startswith("re:"):
+            return fnmatchcase(module, pattern)
+        try:
+            return equal_or_regex(module, pattern)
+        except EngineRefusal:
+            return False  # the engines' own checks name it
 
 
 def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) -> None:

@@ -55,16 +55,8 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
         raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
     raw_config = read_config(root)
     config = BeamConfig.from_dict(raw_config)
-    index = _optional_json(root / INDEX_NAME, "files.index", ledger, MAX_INDEX_BYTES)
-    shards: dict[str, tuple[TensorSpec, ...]] = {}
-    metadata: dict[str, dict[str, str]] = {}
-    for file in _named_files(root, index, ledger):
-        try:
-            header, metadata[file] = read_header(root / file, file)
-        except CheckpointError as fault:
-            ledger.fault("files.readable", file, str(fault).removeprefix(f"{root / file}: "))
-            continue
-        shards[file] = tuple(header)
+    index = optional_json(root / INDEX_NAME, "files.index", ledger, MAX_INDEX_BYTES)
+    shards, metadata = read_shards(root, index, ledger)
     ledger.examined("files.readable", len(shards), "shards")
     tensors: dict[str, TensorSpec] = {}
     for specs in shards.values():
@@ -78,8 +70,8 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
         root=root,
         raw_config=raw_config,
         config=config,
-        hf_quant_config=_optional_json(root / HF_QUANT_NAME, "config.agreement", ledger),
-        manifest=_optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_INDEX_BYTES),
+        hf_quant_config=optional_json(root / HF_QUANT_NAME, "config.agreement", ledger),
+        manifest=optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_INDEX_BYTES),
         index=index,
         shards=shards,
         tensors=tensors,
@@ -91,9 +83,10 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
     return folder
 
 
-def _optional_json(
+def optional_json(
     path: Path, check: str, ledger: Ledger, limit: int = 16 << 20
 ) -> dict[str, Any] | None:
+    """A small file that may be absent; one that is no JSON object is a fault of `check`."""
     if not path.exists() and not path.is_symlink():
         return None
     try:
@@ -101,6 +94,22 @@ def _optional_json(
     except CheckpointError as fault:
         ledger.fault(check, path.name, str(fault).removeprefix(f"{path}: "))
         return None
+
+
+def read_shards(
+    root: Path, index: dict[str, Any] | None, ledger: Ledger
+) -> tuple[dict[str, tuple[TensorSpec, ...]], dict[str, dict[str, str]]]:
+    """(tensors in file order, metadata) of every shard whose header can be read."""
+    shards: dict[str, tuple[TensorSpec, ...]] = {}
+    metadata: dict[str, dict[str, str]] = {}
+    for file in _named_files(root, index, ledger):
+        try:
+            header, metadata[file] = read_header(root / file, file)
+        except CheckpointError as fault:
+            ledger.fault("files.readable", file, str(fault).removeprefix(f"{root / file}: "))
+            continue
+        shards[file] = tuple(header)
+    return shards, metadata
 
 
 def _named_files(root: Path, index: dict[str, Any] | None, ledger: Ledger) -> list[str]:

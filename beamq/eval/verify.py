@@ -24,7 +24,14 @@ from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM, new_checksum, shard_digest
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.checks import CHECKS, Ledger, RoleError, VerifyReport
-from beamq.eval.config_checks import FP8, NVFP4, check_config, check_engines, declared_format
+from beamq.eval.config_checks import (
+    FP8,
+    NVFP4,
+    check_config,
+    check_engines,
+    check_ignore_covers,
+    declared_format,
+)
 from beamq.eval.folder import Folder, listed_shards, read_folder
 from beamq.eval.items import Item, Outcome, Sums, plan_items
 from beamq.eval.origin import trace_source
@@ -71,7 +78,9 @@ def verify(
     fmt = declared_format(folder, ledger)
     check_config(folder, fmt, ledger)
     inventory = take_inventory(folder, fmt, ledger)
-    check_engines(folder, inventory.stored(), ledger)
+    stored = inventory.stored()
+    check_ignore_covers(folder, fmt, stored, ledger)
+    check_engines(folder, stored, ledger)
     nbytes = 0
     errors: list[RoleError] = []
     with ExitStack() as stack:

@@ -118,6 +118,24 @@ def test_the_libraries_decode_alike(recipe: str, made: Callable[[str], Path]) ->
     assert opinion.detail.endswith(": 9")
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-all", "fp8"])
+def test_exclusions_and_kv_cache_pass(recipe: str, beam_nano: Path, tmp_path: Path) -> None:
+    quantize(
+        beam_nano,
+        tmp_path / "out",
+        recipe=recipe,
+        no_calibration=recipe != "fp8",
+        exclude=(
+            "model.layers.4.mlp.experts*",
+            "model.layers.1.self_attn.q_proj",
+            "re:.*layers.0.*",
+        ),
+        kv_cache="fp8",
+    )
+    report = verify(tmp_path / "out", source=beam_nano, sample=0)
+    assert report.ok, report.failures
+
+
 def test_levels_say_what_they_left_out(made: Callable[[str], Path]) -> None:
     report = verify(made("nvfp4"), level="structure")
     assert report.ok
@@ -203,6 +221,14 @@ def ignoring(*entries: str) -> Callable[[Path], object]:
             hf(lambda data: data["exclude_modules"].extend(entries))(folder)
 
     return damage
+
+
+def unlisted(entry: str) -> Callable[[Path], object]:
+    """Remove an entry from both ignore lists."""
+    return all_of(
+        block(lambda data: data["ignore"].remove(entry)),
+        hf(lambda data: data["exclude_modules"].remove(entry)),
+    )
 
 
 def tensor(
@@ -366,6 +392,7 @@ case("fp8", "BF16 row scale", retype(f"{EXPERT}.up_proj.weight_scale", "BF16"), 
      where=f"{EXPERT}.up_proj.weight_scale")
 case("nvfp4", "FP32 norm", retype(NORM, "F32"), "tensors.dtype", where=NORM)
 case("nvfp4", "one expert left precise", dequantize_one_expert, "tensors.experts", *ENGINES,
+     "config.ignore",
      where="model.layers.4.mlp.experts")
 case("nvfp4", "one expert gone", all_of(*(drop(f"{EXPERT}.gate_proj.{s}") for s in (
     "weight", "weight_scale", "weight_scale_2", "input_scale"))), "tensors.experts",
@@ -399,7 +426,9 @@ case("nvfp4-all", "router name on a dense layer", ignoring("model.layers.0.mlp.g
 case("nvfp4-all", "router glob", ignoring("*.mlp.gate*"), "engine.sglang",
      where="model.layers.0.mlp.gate_up_proj")
 case("fp8", "head not ignored", block(lambda d: d["ignore"].remove("lm_head")),
-     "engine.transformers", where="lm_head")
+     "engine.transformers", "config.ignore", where="lm_head")
+case("nvfp4-all", "router not listed", unlisted("model.layers.5.mlp.gate"), "config.ignore",
+     where="model.layers.5.mlp.gate")
 case("nvfp4", "flipped bit in a code", lambda f: flip(f, f"{EXPERT}.up_proj.weight", 99),
      "checksums.tensors", where=f"{EXPERT}.up_proj.weight", signed=False)
 case("nvfp4", "flipped bit in a norm", lambda f: flip(f, NORM, 3), "checksums.tensors",

@@ -1,0 +1,103 @@
+"""Small parts of `verify` that a whole checkpoint exercises too seldom or too coarsely."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from beamq.eval.checks import CHECKS, Ledger, few, printable
+from beamq.eval.second_opinion import choose_sample
+from beamq.eval.structure import Linear, scalar_fault
+from beamq.eval.tensors import fp8_nan
+from beamq.roles import classify
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 4099])
+@pytest.mark.parametrize("clean", [True, False])
+def test_fp8_nan_positions(size: int, clean: bool) -> None:
+    codes = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    if clean:
+        codes[codes & 0x7F == 0x7F] = 0x7E
+    expected = np.flatnonzero(codes & 0x7F == 0x7F)
+    assert fp8_nan(memoryview(codes.tobytes())).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("position", range(11))
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_fp8_nan_among_its_neighbours(position: int, code: int) -> None:
+    codes = bytearray(b"\x7e\xfe\x00\x80\x7e\xff"[:5] * 3)[:11]
+    codes[position] = code
+    assert fp8_nan(memoryview(codes)).tolist() == [position]
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (1.0, None),
+        (2.0**-126, None),
+        (3.4e38, None),
+        (1e-39, "reciprocal"),
+        (0.0, "positive"),
+        (-0.0, "positive"),
+        (-1.0, "positive"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_scalar_fault(value: float, fault: str | None) -> None:
+    found = scalar_fault(value)
+    assert (found is None) if fault is None else (found is not None and fault in found)
+
+
+def linears() -> list[Linear]:
+    names = [f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkvo"]
+    names += [
+        f"model.layers.1.mlp.experts.{e}.{p}_proj.weight"
+        for e in range(40)
+        for p in ("gate", "up", "down")
+    ]
+    return [Linear(role=classify(name), shape=(16, 16), parts={}) for name in names]
+
+
+def test_a_sample_covers_every_projection_and_is_always_the_same() -> None:
+    chosen = choose_sample(linears(), 12)
+    assert len(chosen) == 12
+    assert {linear.role.proj for linear in chosen} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
+    assert chosen == choose_sample(linears(), 12)
+    assert len({linear.role.expert for linear in chosen}) >= 5
+    assert len(choose_sample(linears(), 3)) == 3
+    assert len(choose_sample(linears()[:2], 9)) == 2
+
+
+def test_a_check_that_saw_nothing_has_not_passed() -> None:
+    ledger = Ledger()
+    ledger.examined("files.index", 0, "entries")
+    ledger.examined("files.readable", 2, "shards")
+    ledger.skip("tensors.known", "for a reason")
+    for _ in range(9):
+        ledger.fault("tensors.shape", "a.weight", "is wrong")
+    results = {check.name: check for check in ledger.results("structure", with_source=False)}
+    assert results["files.index"].status == "skip"
+    assert results["files.readable"].status == "pass"
+    assert results["tensors.known"].detail == "for a reason"
+    assert results["tensors.shape"].count == 9
+    assert len(results["tensors.shape"].where) == 5
+    assert results["tensors.shape"].detail == "a.weight: is wrong (and 8 more)"
+    with pytest.raises(KeyError):
+        ledger.fault("no.such-check", "x", "y")
+
+
+def test_names_of_strangers_are_made_printable() -> None:
+    assert printable("a\x1b[31mb\nc") == "a?[31mb?c"
+    assert len(printable("x" * 1000)) == 303
+    assert few(["a", "b\t", "c", "d", "e"]) == "a, b?, c and 2 more"
+
+
+def test_the_documentation_lists_every_check(repo: Path) -> None:
+    text = (repo / "docs" / "verify.md").read_text()
+    rows = [f"| `{name}` | {level} | {what} |" for name, (level, what) in CHECKS.items()]
+    assert [row for row in text.splitlines() if row.startswith("| `")] == rows
