@@ -3,7 +3,7 @@
 Everything the command line does is one call here:
 
     make_plan, quantize, dequantize     from headers to a plan, from a plan to a folder
-    verify                              is a folder what the engines will load?
+    verify, inspect_checkpoint          is a folder what the engines will load? what is it?
     logits                              Beam's own forward pass over any of its formats
     open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from beamq.eval.checks import VerifyReport
+    from beamq.eval.inspect import Inspection, inspect_checkpoint
     from beamq.eval.verify import verify
     from beamq.header import TensorSpec
     from beamq.model.logits import logits
@@ -65,6 +66,7 @@ __all__ = [
     "DiskError",
     "EnvironmentFault",
     "InputError",
+    "Inspection",
     "Interrupted",
     "MemoryBudgetError",
     "MissingDependencyError",
@@ -81,6 +83,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "dequantize",
+    "inspect_checkpoint",
     "load_recipe",
     "logits",
     "make_plan",
@@ -95,6 +98,7 @@ _HOMES = {
     "beamq.convert": ("QuantizeResult", "quantize"),
     "beamq.decode": ("DequantizeResult", "dequantize"),
     "beamq.eval.checks": ("VerifyReport",),
+    "beamq.eval.inspect": ("Inspection", "inspect_checkpoint"),
     "beamq.eval.verify": ("verify",),
     "beamq.header": ("TensorSpec",),
     "beamq.model.logits": ("logits",),

@@ -32,7 +32,6 @@ from beamq.cli_options import (
     Verbose,
     Workers,
 )
-from beamq.errors import Interrupted
 from beamq.version import __version__
 
 if TYPE_CHECKING:
@@ -61,10 +60,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # names that are not UTF-8 must not stop a message
             stream.reconfigure(errors="backslashreplace")
-    try:
-        app(prog_name="beamq")
-    except KeyboardInterrupt:
-        sys.exit(outcome.tell(Interrupted("interrupted")))
+    app(prog_name="beamq")
 
 
 def _show_version(wanted: bool) -> None:
@@ -137,13 +133,13 @@ def plan(
         )
         serving = ServingView(made, context=context, gpu=machine, count=count)
         screen.show(
-            {
+            lambda: {
                 "command": "plan",
                 **plan_data(made, source),
                 "needs": needs,
                 "serving": serving.data(),
             },
-            [*plan_blocks(made, verbose=verbose), needs_text(needs), *serving.blocks()],
+            lambda: [*plan_blocks(made, verbose=verbose), needs_text(needs), *serving.blocks()],
         )
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
@@ -227,8 +223,10 @@ def quantize(
                 on_progress=on_progress,
             )
         if current_ranks().first:
-            text = ["Dry run: nothing was written."] if dry_run else quantize_blocks(result, source)
-            screen.show(quantize_data(result, source, dry_run=dry_run), text)
+            screen.show(
+                lambda: quantize_data(result, source, dry_run=dry_run),
+                lambda: quantize_blocks(result, source, dry_run=dry_run),
+            )
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
 
@@ -259,8 +257,27 @@ def verify(
             report = check(
                 checkpoint, source=source, level=level.value, workers=workers, progress=advance
             )
-        screen.show(verify_data(report), verify_blocks(report, verbose=verbose))
+        screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
         return 0 if report.ok else 1
+
+    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+@app.command()
+def inspect(
+    checkpoint: Checkpoint,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """What a checkpoint is: format, share quantized, oddities."""
+
+    def body(screen: Screen) -> None:
+        from beamq.eval.inspect import inspect_checkpoint
+        from beamq.inspect_view import inspect_blocks, inspect_data
+
+        found = inspect_checkpoint(checkpoint)
+        screen.show(lambda: inspect_data(found), lambda: inspect_blocks(found))
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
 
@@ -303,7 +320,9 @@ def dequantize(
                 on_progress=on_progress,
             )
         if current_ranks().first:
-            screen.show(dequantize_data(result, checkpoint), dequantize_blocks(result))
+            screen.show(
+                lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result)
+            )
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
 
@@ -316,6 +335,6 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
         from beamq.doctor import doctor_blocks, doctor_data
 
         data = doctor_data()
-        screen.show(data, doctor_blocks(data))
+        screen.show(lambda: data, lambda: doctor_blocks(data))
 
     raise typer.Exit(outcome.run(body, as_json=as_json, debug=debug))

@@ -69,12 +69,17 @@ class Screen:
         self._as_json = as_json
         self._quiet = quiet
 
-    def show(self, data: Mapping[str, Any], blocks: Iterable[Block]) -> None:
-        """The command's result: `data` as JSON with `--json`, else `blocks` as text, on stdout."""
+    def show(
+        self, data: Callable[[], Mapping[str, Any]], blocks: Callable[[], Iterable[Block]]
+    ) -> None:
+        """The command's result on stdout: `data` as JSON with `--json`, else `blocks` as text.
+
+        Only the one that is shown is made.
+        """
         if self._as_json:
-            write_json(data)
+            write_json(data())
         else:
-            _print(sys.stdout, blocks)
+            _print(sys.stdout, blocks())
 
     def say(self, *blocks: Block) -> None:
         """Something to know while waiting, on stderr; nothing with `--quiet`."""

@@ -133,7 +133,7 @@ def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
         blocks.append("KV cache: the FP8 scheme is declared in the configs, without scale tensors.")
     blocks += ["", _role_table(plan), "", _totals(plan)]
     if plan.exclusions:
-        blocks += ["", _exclusion_table(plan.exclusions, verbose=verbose)]
+        blocks += ["", *_exclusion_blocks(plan.exclusions, verbose=verbose), ""]
     blocks += [f"Note: {note}." for note in plan.notes]
     if plan.dropped:
         names = [name for name, _ in plan.dropped]
@@ -210,20 +210,21 @@ def _totals(plan: Plan) -> str:
     )
 
 
-def _exclusion_table(exclusions: Iterable[Exclusion], *, verbose: bool) -> Grid:
+def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list[Block]:
+    """What each pattern matched and did, then the modules by name."""
     rows = []
+    names: list[Block] = []
     for exclusion in exclusions:
-        count = len(exclusion.matched)
-        modules = f"{count} module{'s' if count > 1 else ''}: "
-        modules += _few(exclusion.matched, verbose=verbose)
         if not exclusion.units:
-            effect = "none: precise under this recipe anyway"
+            left, note = "nothing new", "precise under this recipe anyway"
         else:
-            effect = f"left precise: {describe_units(exclusion.units)}"
+            left, note = describe_units(exclusion.units), ""
             if exclusion.widened:
-                effect += f"; widened from {exclusion.would_quantize} linears, engines take no less"
-        rows.append((exclusion.pattern, modules, effect))
-    return Grid(columns=("exclude", "matches", "effect"), rows=tuple(rows))
+                note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
+        rows.append((exclusion.pattern, f"{len(exclusion.matched):,}", left, note))
+        names.append(f"{exclusion.pattern} matches {_few(exclusion.matched, verbose=verbose)}")
+    columns = ("exclude", "modules>", "left precise", "note")
+    return [Grid(columns=columns, rows=tuple(rows)), *names]
 
 
 def describe_units(units: Iterable[Unit]) -> str:

@@ -31,8 +31,10 @@ def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict
     }
 
 
-def quantize_blocks(result: QuantizeResult, source: str) -> list[Block]:
+def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> list[Block]:
     """The result table and what to do next."""
+    if dry_run:
+        return ["Dry run: nothing was written."]
     plan = result.plan
     manifest = result.manifest or {}
     share = plan.quantized_parameters / plan.total_parameters

@@ -12,7 +12,7 @@ from fractions import Fraction
 from beamq.errors import UsageError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) *([kmgt]?)(i?)b?", re.IGNORECASE)
 
 
 def parse_size(text: str, option: str) -> int:

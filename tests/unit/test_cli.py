@@ -1,0 +1,520 @@
+"""The command line as others rely on it: names, options, exit codes, what goes to which stream."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import beamq
+from beamq import doctor, outcome
+from beamq.cli import app
+from beamq.console import Command, Grid, Screen
+from beamq.errors import DiskError, UsageError
+from beamq.plan import make_plan
+from beamq.plan_view import describe_units, plan_blocks
+from beamq.roles import Role
+from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_seconds
+
+PLAN = {"--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory"}
+RUN = {"--max-shard-size", "--workers", "--resume", "--overwrite"}
+TALK = {"--json", "--verbose -v", "--quiet -q", "--debug"}
+SURFACE = {
+    "plan": ("source", PLAN | TALK | {"--gpu", "--context", "--output", "--workers"}),
+    "quantize": (
+        "source output",
+        PLAN | RUN | TALK | {"--calibration", "--no-calibration", "--dry-run"},
+    ),
+    "verify": ("checkpoint", TALK | {"--source", "--level", "--workers"}),
+    "inspect": ("checkpoint", TALK - {"--verbose -v"}),
+    "dequantize": ("checkpoint output", RUN | TALK - {"--verbose -v"}),
+    "doctor": ("", {"--json", "--debug"}),
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line in this process."""
+
+    def beamq_command(*arguments: str | Path) -> Ran:
+        with pytest.raises(SystemExit) as left:
+            app([str(argument) for argument in arguments], prog_name="beamq")
+        captured = capsys.readouterr()
+        return Ran(int(left.value.code or 0), captured.out, captured.err)
+
+    return beamq_command
+
+
+@pytest.fixture
+def quantized(beam_nano: Path, tmp_path: Path, run: Run) -> Path:
+    output = tmp_path / "nvfp4 out"
+    assert run("quantize", beam_nano, output, "--no-calibration", "--quiet").code == 0
+    return output
+
+
+def test_the_surface_is_frozen() -> None:
+    group: Any = typer.main.get_command(app)
+    found = {}
+    for name, command in group.commands.items():
+        options = [p for p in command.params if p.param_type_name == "option"]
+        arguments = [p.name for p in command.params if p.param_type_name == "argument"]
+        found[name] = (
+            " ".join(arguments),
+            {" ".join(sorted(option.opts, key=len, reverse=True)) for option in options},
+        )
+    for name, expected in SURFACE.items():
+        assert found[name] == expected, name
+    assert list(found)[: len(SURFACE)] == list(SURFACE)
+
+
+def test_help_names_every_command_and_exit_code(run: Run) -> None:
+    shown = run("--help")
+    assert shown.code == 0
+    assert all(name in shown.out for name in SURFACE)
+    assert "130" in shown.out
+    assert max(map(len, shown.out.splitlines())) <= 80
+    assert run("--version").out == f"beamq {beamq.__version__}\n"
+
+
+def test_importing_the_command_is_light(repo: Path) -> None:
+    code = (
+        "import sys, beamq, beamq.cli, beamq.memory, beamq.plan\n"
+        "print([m for m in ('torch', 'numpy', 'rich', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=repo
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_every_public_name_resolves() -> None:
+    assert sorted(beamq.__all__) == beamq.__all__
+    for name in beamq.__all__:
+        assert getattr(beamq, name) is not None
+    assert set(beamq.__all__) <= set(dir(beamq))
+    with pytest.raises(AttributeError, match="nothing_here"):
+        _ = beamq.nothing_here  # type: ignore[attr-defined]
+
+
+def test_no_submodule_hides_a_public_name() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(beamq.__path__)}
+    assert not modules & set(beamq.__all__)
+    importlib.import_module("beamq.decode")
+    assert callable(beamq.dequantize)
+
+
+# Exit codes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["plan", "NANO", "--recipe", "int3"], 3, "no recipe named 'int3'"),
+        (["plan", "NANO", "--exclude", "nope"], 3, "--exclude 'nope' matches no module"),
+        (["plan", "NOWHERE"], 3, "no such folder"),
+        (["plan", "NANO", "--gpu", "a100:8"], 2, "unknown GPU"),
+        (["plan", "NANO", "--max-shard-size", "5 apples"], 2, "--max-shard-size '5 apples'"),
+        (["plan", "NANO", "--context", "0"], 2, "--context"),
+        (["plan", "NANO", "--colour"], 2, "--colour"),
+        (["plan"], 2, "SOURCE"),
+        (["plans"], 2, "plans"),
+        (["quantize", "NANO", "OUT"], 2, "--no-calibration"),
+        (["quantize", "NANO", "NANO", "--recipe", "fp8"], 2, "choose a folder apart"),
+        (["quantize", "NANO", "OUT", "-r", "fp8", "--max-host-memory", "1kB", "--resume",
+          "--overwrite"], 2, "contradict"),
+        (["quantize", "NANO", "OUT", "--no-calibration", "--max-host-memory", "1kB"], 4,
+         "--max-host-memory"),
+        (["verify", "NOWHERE"], 3, "no such folder"),
+        (["inspect", "NOWHERE"], 3, "no such folder"),
+        (["dequantize", "NANO", "OUT"], 3, "nothing is quantized"),
+    ],
+)  # fmt: skip
+def test_exit_codes_of_errors(
+    run: Run, beam_nano: Path, tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    places = {"NANO": beam_nano, "OUT": tmp_path / "out", "NOWHERE": tmp_path / "nowhere"}
+    ran = run(*(places.get(argument, argument) for argument in arguments))
+    assert ran.code == code, ran.err
+    assert says in ran.err
+    assert ran.out == ""
+    assert "Traceback" not in ran.err
+    assert not (tmp_path / "out" / "beamq.json").exists()
+
+
+def test_errors_as_json(run: Run, tmp_path: Path) -> None:
+    ran = run("plan", tmp_path / "nowhere", "--json")
+    assert ran.code == 3
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
+    assert ran.json() == {
+        "error": ran.err.removeprefix("error: ").rstrip(),
+        "kind": "CheckpointError",
+        "exit_code": 3,
+    }
+
+
+def test_debug_shows_a_traceback_and_the_line(run: Run, tmp_path: Path) -> None:
+    ran = run("inspect", tmp_path / "nowhere", "--debug")
+    assert "Traceback (most recent call last)" in ran.err
+    assert ran.err.splitlines()[-1].startswith("error: ")
+
+
+def test_an_output_that_exists_is_refused_then_replaced(
+    run: Run, beam_nano: Path, quantized: Path
+) -> None:
+    arguments = ["quantize", beam_nano, quantized, "--no-calibration", "--quiet"]
+    refused = run(*arguments)
+    assert refused.code == 3
+    assert "--overwrite" in refused.err
+    assert run(*arguments, "--resume").code == 0
+    assert run(*arguments, "--overwrite").code == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (MemoryError(), 4, "--workers"),
+        (ModuleNotFoundError("x", name="modelopt.torch"), 4, "modelopt is not installed"),
+        (ModuleNotFoundError("x", name="beamq.nowhere"), 1, "internal error"),
+        (UsageError("give one"), 2, "give one"),
+        (ZeroDivisionError("by zero"), 1, "internal error: ZeroDivisionError: by zero; run with"),
+    ],
+)
+def test_whatever_is_raised_is_told(
+    capsys: pytest.CaptureFixture[str], raised: BaseException, code: int, says: str
+) -> None:
+    def body(screen: Screen) -> None:
+        raise raised
+
+    assert outcome.run(body, as_json=True) == code
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
+    assert json.loads(captured.out)["exit_code"] == code
+    assert outcome.run(body, debug=True) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+# What the commands say
+
+
+def test_plan_as_text(run: Run, beam_nano: Path) -> None:
+    ran = run("plan", beam_nano)
+    assert ran.code == 0
+    assert ran.err == ""
+    assert ran.out.isascii()
+    assert max(map(len, ran.out.splitlines())) <= 80
+    assert "54.3% of the weights are quantized" in ran.out
+    for label in ("expert", "router-bias", "NVFP4", "H100 80 GB", "KV cache", "Converting needs"):
+        assert label in ran.out
+    assert run("plan", beam_nano).out == ran.out
+
+
+def test_plan_as_json(run: Run, beam_nano: Path) -> None:
+    data = run("plan", beam_nano, "--json", "--kv-cache", "fp8", "--context", "1000").json()
+    plan = make_plan(beam_nano, kv_cache="fp8")
+    assert data["command"] == "plan"
+    assert data["digest"] == plan.digest()
+    assert data["bytes"] == {
+        "source": plan.source_nbytes,
+        "tensors": plan.tensor_nbytes,
+        "files": plan.output_nbytes,
+    }
+    assert sum(role["parameters"] for role in data["roles"]) == plan.total_parameters
+    assert sum(role["output_bytes"] for role in data["roles"]) == plan.tensor_nbytes
+    assert sum(role["source_bytes"] for role in data["roles"]) == plan.source_nbytes
+    assert data["tensors"] == {"source": 358, "output": 1078}
+    cache = data["serving"]["kv_cache"]
+    assert cache["dtype"] == "fp8"
+    assert cache["bytes"] == cache["bytes_fp8"] == cache["bytes_bf16"] // 2
+    assert set(data["needs"]) == {"disk_bytes", "disk_free_bytes", "host_memory_bytes", "workers"}
+    assert data["needs"]["disk_bytes"] > plan.output_nbytes
+
+
+def test_plan_for_one_machine(run: Run, beam_nano: Path) -> None:
+    text = run("plan", beam_nano, "--gpu", "h200:4", "--context", "9000").out
+    assert "Each H200 141 GB" in text
+    assert "is more than the model's 8,192" in text
+    (gpu,) = run("plan", beam_nano, "--gpu", "h200:4", "--json").json()["serving"]["gpus"]
+    assert [fit["layout"] for fit in gpu["fits"]] == ["tensor", "expert"]
+    assert "cannot be divided over 3 GPUs" in run("plan", beam_nano, "--gpu", "h100:3").out
+
+
+def test_exclusions_are_told_before_work(run: Run, beam_nano: Path, tmp_path: Path) -> None:
+    arguments = ["quantize", beam_nano, tmp_path / "out", "--no-calibration", "--dry-run"]
+    ran = run(*arguments, "--exclude", "gate", "--exclude", "model.layers.3.mlp.experts.1.*")
+    assert ran.code == 0
+    assert not (tmp_path / "out").exists()
+    assert ran.out == "Dry run: nothing was written.\n"
+    said = ran.err
+    assert "nothing new" in said
+    assert "gate matches model.layers.3.mlp.gate, model.layers.4.mlp.gate, ..." in said
+    assert "expert of layer 3" in said
+    assert "widened from 3" in said
+    assert "BF16" in said
+    assert max(map(len, ran.err.splitlines())) <= 80
+    excluded = run(*arguments, "--exclude", "gate", "--json").json()["exclusions"]
+    assert excluded[0]["pattern"] == "gate"
+    assert len(excluded[0]["matched"]) == 5
+    assert excluded[0]["left_precise"] == []
+
+
+def test_a_conversion_tells_what_it_does(run: Run, beam_nano: Path, tmp_path: Path) -> None:
+    output = tmp_path / "it's out"
+    ran = run("quantize", beam_nano, output, "--no-calibration")
+    assert ran.code == 0
+    assert "not calibrated: every input_scale is the constant 1.0" in ran.err
+    assert "Recipe nvfp4" in ran.err
+    assert "54.3% of the weights" in ran.out
+    assert ran.out.splitlines()[-1].startswith("next: beamq verify '")
+    assert ran.out.splitlines()[-1].endswith(f"--source {beam_nano}")
+    assert "\x1b" not in ran.out + ran.err
+    again = run("quantize", beam_nano, output, "--no-calibration", "--resume", "--json", "-q")
+    assert again.err == ""
+    assert again.json()["resumed_shards"] == 1
+    assert again.json()["input_scales"]["description"].startswith("not calibrated")
+
+
+def test_verify_tells_and_fails(run: Run, beam_nano: Path, quantized: Path) -> None:
+    arguments = ["verify", quantized, "--level", "structure", "--source", beam_nano]
+    good = run(*arguments)
+    assert good.code == 0, good.out
+    assert good.out.splitlines()[-1].startswith("ok: ")
+    assert "skip " not in good.out
+    assert "skip " in run(*arguments, "--verbose").out
+    (quantized / "tokenizer.json").write_text("{}")
+    bad = run(*arguments)
+    assert bad.code == 1
+    assert "FAILED: 1 of " in bad.out
+    report = run(*arguments, "--json")
+    assert report.code == 1
+    assert report.json()["ok"] is False
+    assert max(map(len, bad.out.splitlines())) <= 80
+
+
+def test_inspect_tells(run: Run, beam_nano: Path, quantized: Path) -> None:
+    text = run("inspect", quantized).out
+    assert "NVFP4" in text
+    assert "54.3% of 3.62 M parameters" in text
+    assert run("inspect", quantized, "--json").json()["format"] == "nvfp4"
+    assert run("inspect", beam_nano).code == 0
+
+
+def test_dequantize_tells(run: Run, quantized: Path, tmp_path: Path) -> None:
+    ran = run("dequantize", quantized, tmp_path / "bf16")
+    assert ran.code == 0
+    assert "240 linears to BF16" in ran.out
+    refused = run("dequantize", quantized, tmp_path / "bf16", "--json")
+    assert refused.code == 3
+    assert refused.json()["kind"] == "ResumeError"
+
+
+def test_doctor_on_this_machine(run: Run) -> None:
+    data = run("doctor", "--json").json()
+    assert data["command"] == "doctor"
+    assert data["kernels"]["cpu"] in ("c", "torch")
+    assert data["packages"]["torch"]
+    assert data["cpu"]["workers"] >= 1
+    text = run("doctor")
+    assert text.code == 0
+    assert "CPU kernels" in text.out
+
+
+def test_doctor_where_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    monkeypatch.setattr(doctor, "_cpu_kernels", lambda: (None, "ImportError: no compiler"))
+    monkeypatch.setattr(doctor.util, "find_spec", lambda name: None)
+    data = doctor.doctor_data()
+    assert data["gpus"] == []
+    assert data["gpu_note"] == "unknown: torch is not installed"
+    hints = " ".join(data["hints"])
+    assert "no CPU kernels" in hints
+    assert "not installed: torch, numpy" in hints
+    assert any("no compiler" in str(block) for block in doctor.doctor_blocks(data))
+    monkeypatch.setattr(doctor, "_cpu_kernels", lambda: ("torch", None))
+    assert "fifty times slower" in doctor.doctor_data()["hints"][0]
+
+
+def test_units_are_described_by_ranges() -> None:
+    units = [(0, Role.ATTENTION), (7, Role.EXPERT), (3, Role.EXPERT), (4, Role.EXPERT)]
+    assert describe_units(units) == "attention of layer 0; expert of layers 3-4, 7"
+
+
+def test_verbose_lists_every_matched_module(beam_nano: Path) -> None:
+    plan = make_plan(beam_nano, exclude=["model.layers.3.mlp.experts*"])
+    short, long = (str(plan_blocks(plan, verbose=verbose)) for verbose in (False, True))
+    module = "model.layers.3.mlp.experts.9.up_proj"
+    assert module not in short
+    assert module in long
+
+
+# Streams
+
+
+def _command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "beamq", *map(str, arguments)]
+
+
+def test_a_reader_that_leaves_is_no_error(beam_nano: Path, repo: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", '"$@" | head -n 1; echo "${PIPESTATUS[0]}"', "-",
+         *_command("plan", beam_nano, "--json")],
+        capture_output=True, text=True, check=True, cwd=repo,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["{", "0"]
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_behind_stdout_is_exit_4(beam_nano: Path, repo: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            _command("plan", beam_nano),
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=repo,
+        )  # fmt: skip
+    assert done.returncode == 4
+    assert done.stderr.startswith("error: <stdout>: writing failed")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_a_terminal_gets_colour_unless_refused(
+    beam_nano: Path, repo: Path, tmp_path: Path, no_color: bool
+) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    environment |= {"TERM": "xterm-256color"} | ({"NO_COLOR": "1"} if no_color else {})
+    text = _on_terminal(_command("plan", beam_nano), repo, environment)
+    assert "KV cache" in text
+    assert ("\x1b[" in text) is not no_color
+    converting = _command("quantize", beam_nano, tmp_path / "out", "--no-calibration")
+    assert "converting" in _on_terminal(converting, repo, environment)
+
+
+def _on_terminal(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment
+    )
+    os.close(theirs)
+    read = bytearray()
+    try:
+        while chunk := os.read(ours, 65536):
+            read += chunk
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    return read.decode()
+
+
+def test_forced_colour_does_not_reach_a_pipe(
+    run: Run, beam_nano: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in run("plan", beam_nano).out
+
+
+def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/a/" + "very-long-" * 12 + "path"
+    grid = Grid(columns=("name", "size>"), rows=(("[bold]x[/bold]", "1"), ("word " * 30, "22")))
+    screen = Screen()
+    screen.say(f"prose with {path} and " + "words " * 20)
+    screen.show(dict, lambda: [grid, Grid(columns=("a",), rows=()), Command("next: " + "w " * 60)])
+    captured = capsys.readouterr()
+    assert path in captured.err.splitlines()
+    table = captured.out.splitlines()
+    assert "[bold]x[/bold]" in table[2]
+    assert all(len(line) <= 80 for line in table[:-1])
+    assert len(table[-1]) > 80
+    Screen(quiet=True).say("nothing")
+    Screen(as_json=True).show(lambda: {"a": float("nan"), "b": (1.5,)}, list)
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert json.loads(captured.out) == {"a": None, "b": [1.5]}
+    with screen.progress("working") as advance:
+        assert advance is None  # no terminal, no bar
+
+
+def test_a_stream_that_fails_is_an_environment_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        name = "<full>"
+
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def isatty(self) -> bool:
+            return False
+
+        def fileno(self) -> int:
+            raise OSError("no file")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(DiskError, match="<full>: writing failed: No space left"):
+        Screen().show(dict, lambda: ["text"])
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("5GB", 5_000_000_000),
+        ("500MB", 500_000_000),
+        ("4GiB", 4 << 30),
+        ("1.5 GB", 1_500_000_000),
+        ("0.1GB", 100_000_000),
+        ("64k", 64_000),
+        ("2tib", 2 << 40),
+        ("123", 123),
+        ("7B", 7),
+    ],
+)
+def test_sizes_read(text: str, nbytes: int) -> None:
+    assert parse_size(text, "--size") == nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-5GB", "5 XB", "1e9", "0", "0.1B", "5iB", "nan", "٥GB"]
+)
+def test_sizes_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--size"):
+        parse_size(text, "--size")
+
+
+def test_sizes_shown() -> None:
+    assert [show_bytes(n) for n in (999, 7_250_000, 1_002_663_700_352)] == [
+        "999 B", "7.25 MB", "1,002.66 GB",
+    ]  # fmt: skip
+    assert [show_gib(n) for n in (4_921_999_360, 90_177_536)] == ["4.58 GiB", "86.00 MiB"]
+    assert [show_count(n) for n in (12, 3_620_000, 501_267_612_352)] == [
+        "12", "3.62 M", "501.27 B",
+    ]  # fmt: skip
+    assert [show_seconds(s) for s in (0.421, 37.12, 725, 8040)] == [
+        "0.42 s", "37.1 s", "12 min 5 s", "2 h 14 min",
+    ]  # fmt: skip
