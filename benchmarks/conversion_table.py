@@ -56,7 +56,7 @@ def _peer_rows(runs: Runs) -> Iterable[list[str]]:
 def _floor_rows(runs: Runs, part: str) -> Iterable[list[str]]:
     yield [
         "format", "read GB", "written GB", "ours s", "GB/s", "copy s", "ours/copy", "goal",
-        "rounds", "others",
+        "CPU s", "copy CPU s", "rounds", "others",
     ]  # fmt: skip
     cases = {(run["experts"], run["form"]): None for run in runs if run["part"] == part}
     for experts, form in cases:
@@ -69,7 +69,8 @@ def _floor_rows(runs: Runs, part: str) -> Iterable[list[str]]:
         yield [
             FORMATS[form], f"{size:.2f}", f"{mine[0]['written_nbytes'] / 1e9:.2f}",
             f"{whole:.2f}", f"{size / whole:.2f}", f"{least:.2f}", f"{whole / least:.2f}",
-            f"<= {FLOOR_GOAL}", str(min(len(mine), len(floor))), _others([*mine, *floor]),
+            f"<= {FLOOR_GOAL}", f"{_cpu_seconds(mine):.2f}", f"{_cpu_seconds(floor):.2f}",
+            str(min(len(mine), len(floor))), _others([*mine, *floor]),
         ]  # fmt: skip
 
 
@@ -102,6 +103,11 @@ def _of(runs: Runs, part: str, who: str) -> list[dict[str, Any]]:
 
 def _median(runs: Runs, key: str) -> float:
     return float(statistics.median(run[key] for run in runs))
+
+
+def _cpu_seconds(runs: Runs) -> float:
+    """Median of what all threads together used; hardly disturbed by other processes."""
+    return float(statistics.median(run["user_s"] + run["system_s"] for run in runs))
 
 
 def _others(runs: Runs) -> str:

@@ -29,7 +29,6 @@ from typing import Any
 from conversion_table import print_tables
 from measuring import (
     HERE,
-    ROOT,
     Cost,
     Workplace,
     available_nbytes,
@@ -90,10 +89,6 @@ PARTS = ("nvfp4-2.4", "fp8-2.4", "nvfp4-8", "fp8-8", "floor", "disk", "memory", 
 
 def ours(source: Path, output: Path, form: str) -> list[str]:
     """Our command line."""
-    if not (ROOT / "beamq" / "cli.py").exists():
-        code = f"from beamq.convert import quantize as q; q({str(source)!r}, {str(output)!r},"
-        code += f" recipe={RECIPES[form]!r}, no_calibration={form == 'nvfp4'})"
-        return [sys.executable, "-c", code]
     command = [sys.executable, "-m", "beamq", "quantize", str(source), str(output)]
     command += ["--recipe", RECIPES[form], "--quiet"]
     return [*command, "--no-calibration"] if form == "nvfp4" else command
@@ -151,12 +146,13 @@ class Bench:
             cost = run([sys.executable, str(HERE / "kernel_ratio.py")])
             return {**json.loads(cost.output.splitlines()[-1]), "others": cost.others}
         if item.who == "imports":
-            modules = "beamq.convert"
-            return _told(run([sys.executable, "-c", f"import {modules}"]))
+            return _told(run([sys.executable, "-c", "import beamq.cli, beamq.convert"]))
         source = workplace.slice(item.experts)
         read = weights_nbytes(source)
         if item.part == "disk":
             forget_cached(source)
+        else:
+            workplace.warm_memory()
         if item.who == "peer":
             needed = PEER_NBYTES + read // 2
             if available_nbytes() < needed:

@@ -24,6 +24,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+WARM_NBYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +128,19 @@ class Workplace:
         run([sys.executable, str(HERE / "make_slice.py"), str(folder), "--experts", str(experts)])
         self._slice = experts, folder
         return folder
+
+    def warm_memory(self) -> None:
+        """Touch as much free memory as a run will take, right before it.
+
+        A virtual machine may give memory that was free for seconds back to its host; touching it
+        again costs more than a second per GB, which would fall on whoever runs first.
+        """
+        scratch = self.root / "scratch"
+        zeros = bytes(1 << 20)
+        with scratch.open("wb") as stream:
+            for _ in range(WARM_NBYTES >> 20):
+                stream.write(zeros)
+        scratch.unlink()
 
     def clear_output(self) -> None:
         """Free what the last run wrote."""
