@@ -32,21 +32,35 @@ class Ranks:
     def meet(self, error: BaseException | None = None) -> None:
         """Wait for all ranks; raise if this or any other rank brings an error."""
         if self.world > 1:
-            reports = self._gather(None if error is None else f"{type(error).__name__}: {error}")
+            reports = self.gather(None if error is None else f"{type(error).__name__}: {error}")
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
             if error is None and failed:
                 raise EnvironmentFault(f"another rank failed ({failed[0][:300]})")
         if error is not None:
             raise error
 
-    def _gather(self, item: Any) -> list[Any]:
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item, in order of rank, at every rank. Items are pickled between ranks."""
+        if self.world == 1:
+            return [item]
+        self.join()
         import torch.distributed as dist
 
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=MEETING_TIMEOUT)
         gathered: list[Any] = [None] * self.world
         dist.all_gather_object(gathered, item)
         return gathered
+
+    def join(self) -> None:
+        """Enter the process group: gloo for what lies on the host, NCCL for what lies on GPUs."""
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
+        backend = "gloo"
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=MEETING_TIMEOUT)
 
     def leave(self) -> None:
         """Leave the process group."""

@@ -103,7 +103,7 @@ def logits(
         with torch.inference_mode():
             for rows, batch in zip(groups, batches, strict=True):
                 kept = mask_BT[rows].bool().to(where)
-                out[rows][kept] = head_logits(batch.h_TK, head, config)
+                out[rows][kept] = head_logits(batch.h_TK.to(where), head, config)
         return out
     finally:
         loader.close()

@@ -10,8 +10,11 @@ Where even one layer is too much (`max_device_memory`), its experts pass through
 batch is taken to the router, then slices outside and batches inside, then each batch is closed.
 An FP32 sum a token is kept meanwhile. The result has the same bits as without slices.
 
-Limits: prefill of whole sequences; one device. Tokens of a batch are computed at once, so a
-batch's size sets the memory of activations.
+Several processes can share a pass, each with some of every layer's experts: an `ExpertExchange`
+carries the sums from one to the next, in the order of experts, so the bits are again the same.
+
+Limits: prefill of whole sequences; one device to a process. Tokens of a batch are computed at
+once, so a batch's size sets the memory of activations.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from beamq.model.beam import (
     decoder_layer,
     mlp_input,
 )
+from beamq.model.exchange import Alone, ExpertExchange
 from beamq.model.linear import Gemm
 from beamq.model.load import LayerLoader
 from beamq.model.moe import Dispatch, ExpertSlice, add_slice, begin, finish
@@ -46,8 +50,9 @@ class LayerStream:
     """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
 
     With `slice_experts`, a sparse layer's `experts` is an iterator that delivers that many at a
-    time, once; what a consumer leaves of it is skipped. At most one unit (a layer, or a slice)
-    is loaded besides the one in use, so drop a layer before asking for the next.
+    time, once; what a consumer leaves of it is skipped. With `experts`, only those are loaded, as
+    such slices. At most one unit (a layer, or a slice) is loaded besides the one in use, so drop
+    a layer before asking for the next.
     """
 
     def __init__(
@@ -56,12 +61,14 @@ class LayerStream:
         *,
         layers: Sequence[int] | None = None,
         slice_experts: int | None = None,
+        experts: range | None = None,
         ahead: int = 1,
     ) -> None:
         self.loader = loader
         self.config = loader.config
         self._layers = range(loader.config.num_layers) if layers is None else layers
         self._slice = slice_experts
+        self._experts = experts
         self._ahead = ahead
 
     def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
@@ -71,7 +78,7 @@ class LayerStream:
             if not isinstance(weights, LayerWeights):
                 raise TypeError("a slice of experts where a layer was due")
             slices = self._slices(index)
-            if not slices:
+            if slices is None:
                 yield index, weights
                 del weights  # before the next one is asked for, or two would live
                 continue
@@ -85,18 +92,20 @@ class LayerStream:
             for _ in rest:  # left by a consumer that needed no experts
                 pass
 
-    def _slices(self, index: int) -> list[tuple[int, int]]:
-        """(first, count) of a layer's slices; none if it is loaded whole."""
-        if self._slice is None or self.config.mlp_layer_types[index] != "sparse":
-            return []
-        total = self.config.num_experts
-        return [(first, min(self._slice, total - first)) for first in range(0, total, self._slice)]
+    def _slices(self, index: int) -> list[tuple[int, int]] | None:
+        """(first, count) of a layer's slices; None if it is loaded whole."""
+        every = self._slice is None and self._experts is None
+        if every or self.config.mlp_layer_types[index] != "sparse":
+            return None
+        own = range(self.config.num_experts) if self._experts is None else self._experts
+        step = self._slice or max(len(own), 1)
+        return [(first, min(step, own.stop - first)) for first in own[::step]]
 
     def _loads(self) -> Iterator[Callable[[], Loaded]]:
         for index in self._layers:
             slices = self._slices(index)
-            yield partial(self.loader.layer, index, experts=not slices)
-            for first, count in slices:
+            yield partial(self.loader.layer, index, experts=slices is None)
+            for first, count in slices or ():
                 yield partial(self.loader.experts, index, first, count)
 
 
@@ -128,11 +137,13 @@ class _Shelf:
 
     def put(self, key: int, tensor: torch.Tensor) -> None:
         """Store or replace a tensor; its place is chosen the first time."""
+        if tensor is self._held.get(key):
+            return
         if key in self._spilled:
             self._held[key].copy_(tensor)
         elif key in self._held or tensor.nbytes <= self._left:
             self._left -= 0 if key in self._held else tensor.nbytes
-            self._held[key] = tensor
+            self._held[key] = tensor.to(self._device)
         else:
             # Pinned, since pageable memory would cost more time than the layer takes.
             pin = self._device.type == "cuda"
@@ -144,6 +155,10 @@ class _Shelf:
         """The tensor, on the device."""
         return self._held[key].to(self._device)
 
+    def peek(self, key: int) -> torch.Tensor:
+        """The tensor, wherever it is."""
+        return self._held[key]
+
 
 def run_layers(
     stream: LayerStream,
@@ -153,29 +168,49 @@ def run_layers(
     observers: Sequence[Observer] = (),
     resident_bytes: int | None = None,
     done: Callable[[int], None] | None = None,
+    exchange: ExpertExchange | None = None,
 ) -> None:
     """Pass all batches through the layers of `stream`, in place.
 
     `resident_bytes` bounds what hidden states (and sums between slices) take of the device; the
-    rest waits on the host. `done(layer)` is called after each layer, for journals and progress.
+    rest waits on the host, and is left there at the end. `done(layer)` is called after each layer,
+    for journals and progress; the batches hold that layer's result meanwhile. With `exchange`, the
+    stream must be one of `exchange.experts`.
     """
     device = stream.loader.device
     longest = max((batch.layout.longest for batch in batches), default=0)
     table = position_table(stream.config, longest, device)
     observer = Observers(observers) if observers else None
     shelf = _Shelf(device, resident_bytes)
-    for number, batch in enumerate(batches):
-        shelf.put(number, batch.h_TK)
-        batch.h_TK = batch.h_TK.new_empty(0)
-    run = _Pass(config=stream.config, gemm=gemm, table=table, observer=observer, shelf=shelf)
+    run = _Pass(
+        config=stream.config,
+        gemm=gemm,
+        table=table,
+        observer=observer,
+        shelf=shelf,
+        exchange=exchange or Alone(stream.config),
+    )
+    _to_shelf(batches, shelf)
     with torch.inference_mode():
         for index, weights in stream:
             run.layer(weights, batches)
             del weights
             if done is not None:
+                _from_shelf(batches, shelf)
                 done(index)
+                _to_shelf(batches, shelf)
+    _from_shelf(batches, shelf)
+
+
+def _to_shelf(batches: Sequence[Batch], shelf: _Shelf) -> None:
     for number, batch in enumerate(batches):
-        batch.h_TK = shelf.get(number)
+        shelf.put(number, batch.h_TK)
+        batch.h_TK = batch.h_TK.new_empty(0)
+
+
+def _from_shelf(batches: Sequence[Batch], shelf: _Shelf) -> None:
+    for number, batch in enumerate(batches):
+        batch.h_TK = shelf.peek(number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +222,7 @@ class _Pass:
     table: PositionTable
     observer: Observer | None
     shelf: _Shelf
+    exchange: ExpertExchange
 
     def layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         """All batches through one layer."""
@@ -226,9 +262,26 @@ class _Pass:
                 begin(x_TK, mlp.router, self.config, layer=weights.index, observer=self.observer)
             )
             self.shelf.put(number + sums, torch.zeros_like(x_TK, dtype=torch.float32))
+        self._experts(weights, mlp, plans)
+        for number in range(len(batches)):
+            h_TK, sum_TK = self.shelf.get(number), self.shelf.get(number + sums)
+            self.exchange.settle(sum_TK)
+            out_TK = finish(sum_TK, h_TK.dtype, self.config)
+            self.shelf.put(number, close_mlp(h_TK, out_TK, weights, self.config))
+
+    def _experts(self, weights: LayerWeights, mlp: SparseMlp, plans: Sequence[Dispatch]) -> None:
+        """Slices outside, batches inside; the sums of batches lie behind their states."""
+        exchange, own, sums = self.exchange, self.exchange.experts, len(plans)
+        if not own:
+            for number in range(sums):
+                sum_TK = self.shelf.get(number + sums)
+                exchange.receive(sum_TK)
+                exchange.send(sum_TK)
         for part in mlp.experts:
             for number, plan in enumerate(plans):
                 sum_TK = self.shelf.get(number + sums)
+                if part.first == own.start:
+                    exchange.receive(sum_TK)
                 add_slice(
                     sum_TK,
                     mlp_input(self.shelf.get(number), weights, self.config),
@@ -238,9 +291,7 @@ class _Pass:
                     layer=weights.index,
                     observer=self.observer,
                 )
+                if part.first + part.count == own.stop:
+                    exchange.send(sum_TK)
                 self.shelf.put(number + sums, sum_TK)
             del part
-        for number in range(len(batches)):
-            h_TK = self.shelf.get(number)
-            out_TK = finish(self.shelf.get(number + sums), h_TK.dtype, self.config)
-            self.shelf.put(number, close_mlp(h_TK, out_TK, weights, self.config))
