@@ -157,11 +157,12 @@ def needs_data(plan: Plan, folder: Path, *, workers: int, memory: int) -> dict[s
 
 def needs_text(needs: dict[str, Any]) -> str:
     """The same as a sentence."""
+    threads = f"{needs['workers']} worker{'' if needs['workers'] == 1 else 's'}"
     short = "" if needs["disk_bytes"] <= needs["disk_free_bytes"] else ": too little"
     return (
         f"Converting needs {show_bytes(needs['disk_bytes'])} of disk"
         f" ({show_bytes(needs['disk_free_bytes'])} free here{short}) and at most"
-        f" {show_bytes(needs['host_memory_bytes'])} of buffers for {needs['workers']} workers."
+        f" {show_bytes(needs['host_memory_bytes'])} of buffers for {threads}."
     )
 
 
