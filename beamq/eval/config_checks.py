@@ -192,8 +192,9 @@ def _check_fp8(folder: Folder, ledger: Ledger) -> None:
         if not isinstance(group, Mapping):
             ledger.fault("config.fields", f"config_groups.{name}", "is not an object")
             continue
-        if not isinstance(group.get("targets"), list):
-            ledger.fault("config.fields", f"{name}.targets", "is not a list")
+        targets = group.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            ledger.fault("config.fields", f"{name}.targets", "is not a list of names")
         if group.get("format") not in (None, "float-quantized"):
             ledger.fault("config.fields", f"{name}.format", f"is {group['format']!r}")
         _compare(group.get("weights"), FP8_WEIGHTS, f"{name}.weights", ledger)
@@ -213,7 +214,7 @@ def _check_schema(block: Mapping[str, Any], ledger: Ledger) -> None:
     ledger.examined("config.schema", 1, "blocks")
     try:
         parsed = QuantizationConfig.model_validate(dict(block)).model_dump(mode="json")
-    except (ValueError, TypeError) as fault:
+    except Exception as fault:  # whatever their validators raise, it is their refusal
         ledger.fault("config.schema", "quantization_config", " ".join(str(fault).split())[:160])
         return
     for path, ours, theirs in _changed(block, parsed, ""):

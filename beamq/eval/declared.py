@@ -124,8 +124,9 @@ def _ct_fault(quantization_config: Mapping[str, Any]) -> str | None:
 
 
 def _ct_group_fault(group: Any) -> str | None:
-    if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
-        return "no targets"
+    targets = group.get("targets") if isinstance(group, Mapping) else None
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        return "targets is not a list of names"
     if group.get("format") not in (None, "float-quantized"):
         return f"format is {group['format']!r}"
     for part, wanted in (("weights", FP8_WEIGHTS), ("input_activations", FP8_ACTIVATIONS)):

@@ -370,6 +370,10 @@ case("fp8", "both kinds of config", lambda f: (f / "hf_quant_config.json").write
      "config.agreement")
 case("fp8", "unknown key in the scheme", group(lambda d: d["weights"].update(strategy="diagonal")),
      "config.schema", "config.fields", *ENGINES, "engine.transformers")
+case("fp8", "targets that are no names", group(lambda d: d.update(targets=[1])), "config.schema",
+     "config.fields", *ENGINES, "engine.transformers", where="targets")
+case("fp8", "scheme their class cannot build", group(lambda d: d["weights"].update(num_bits=3)),
+     "config.schema", "config.fields", *ENGINES, "engine.transformers", where="num_bits")
 case("fp8", "key that is lost", block(lambda d: d.update(kv_cache_scheme={
     "num_bits": 8, "type": "float", "dynamic": False, "colour": 1})), "config.schema")
 case("nvfp4", "dtype", config(lambda d: d.update(dtype="float32")), "config.dtype")
