@@ -7,7 +7,8 @@ one process nothing is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,12 +18,13 @@ from beamq.errors import EnvironmentFault, UsageError
 MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Ranks:
-    """This process among `world` of them."""
+    """This process among `world` of them. `broken` once the ranks can no longer meet."""
 
     rank: int = 0
     world: int = 1
+    broken: bool = False
 
     @property
     def first(self) -> bool:
@@ -31,13 +33,43 @@ class Ranks:
 
     def meet(self, error: BaseException | None = None) -> None:
         """Wait for all ranks; raise if this or any other rank brings an error."""
-        if self.world > 1:
+        if self.world > 1 and not self.broken:
             reports = self.gather(None if error is None else f"{type(error).__name__}: {error}")
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
             if error is None and failed:
                 raise EnvironmentFault(f"another rank failed ({failed[0][:300]})")
         if error is not None:
             raise error
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Run a step on all ranks; leave it together, or fail together."""
+        try:
+            yield
+        except BaseException as error:
+            self.meet(error)
+            raise
+        self.meet()
+
+    @contextmanager
+    def talking(self) -> Iterator[None]:
+        """A step in which ranks wait for each other within; a failure leaves nobody waiting.
+
+        The process group is torn down, which ends the others' waits too: they raise
+        `EnvironmentFault`.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.world == 1:
+                raise
+            self.leave()
+            self.broken = True
+            if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+                raise EnvironmentFault(
+                    f"another rank failed, or was lost: {' '.join(str(error).split())[:200]}"
+                ) from error
+            raise
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, in order of rank, at every rank. Items are pickled between ranks."""

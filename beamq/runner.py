@@ -9,10 +9,8 @@ in the work's jobs and in the `finalise` callable.
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from beamq.plan import Work
 from beamq.preflight import check_small_tensors
 from beamq.ranks import Ranks, share
 from beamq.shards import publish
+from beamq.signals import stop_on_signals
 from beamq.version import __version__
 
 DEFAULT_MEMORY_BYTES = 1_500_000_000
@@ -117,7 +116,7 @@ class Runner:
         lock: OutputLock | None = None
         options = self._options
         try:
-            with self._meeting():
+            with self._ranks.meeting():
                 if self._ranks.first:
                     check_small_tensors(self._checkpoint, self._work)
                     output_folder.prepare(
@@ -126,14 +125,14 @@ class Runner:
                     lock = OutputLock(self._output)
             if options.resume and (whole := self._already_whole()) is not None:
                 return (whole if self._ranks.first else None), len(self._work.shards)
-            with self._meeting():
+            with self._ranks.meeting():
                 if self._ranks.first:
                     self._begin(journal)
-            with self._meeting():
+            with self._ranks.meeting():
                 journal.load()
                 kept = len(journal.done)
                 journal.open()
-            with self._meeting():
+            with self._ranks.meeting():
                 self._convert(journal)
             if not self._ranks.first:
                 return None, kept
@@ -146,16 +145,6 @@ class Runner:
             if lock is not None:
                 lock.release()
             self._ranks.leave()
-
-    @contextmanager
-    def _meeting(self) -> Iterator[None]:
-        """Run a step on all ranks; leave it together, or fail together."""
-        try:
-            yield
-        except BaseException as error:
-            self._ranks.meet(error)
-            raise
-        self._ranks.meet()
 
     def _already_whole(self) -> dict[str, Any] | None:
         """The manifest, if this very conversion is complete in the output already."""
@@ -219,7 +208,7 @@ class Runner:
             advance=meter.advance,
             stop=stop,
         )
-        with _stop_on_signals(stop):
+        with stop_on_signals(stop):
             try:
                 crew.run()
             except Interrupted:
@@ -249,24 +238,3 @@ class _Meter:
             done = self._done
         if due and self._report is not None:
             self._report(Progress(done_nbytes=done, total_nbytes=self._total))
-
-
-@contextmanager
-def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
-    """Set `stop` on the first SIGINT or SIGTERM; a second one acts as usual."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handler(number: int, _: object) -> None:
-        stop.set()
-        signal.signal(number, previous[signal.Signals(number)])
-
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in previous:
-        signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)

@@ -1,0 +1,252 @@
+"""The forward pass that calibration watches: all samples through all layers, resumable.
+
+In: a checkpoint, `CalibrationOptions`, `CalibrationData`. Out: `CalibrationStats`.
+
+    embed -> [layer: forward, collect, meet, look for bad tokens, `after`, save] ... -> statistics
+
+The one idea: a layer's statistics are complete when the last batch has left it, while the next
+layer is already being read. `after(layer, ...)` gets them at that moment; a converter that taps
+the loader's reads needs nothing more to write the layer out.
+
+Memory: two units of weights and one batch's activations on the device; the hidden states of all
+samples on the device or the host (`device_plan`). Limits: prefill; rows of one length.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from beamq.calib.collect import Collector
+from beamq.calib.data import CalibrationData
+from beamq.calib.options import CalibrationOptions
+from beamq.calib.state import RunState
+from beamq.calib.stats import CalibrationStats
+from beamq.calib.watch import TokenWatch, combine
+from beamq.checkpoint import Checkpoint
+from beamq.config import BeamConfig
+from beamq.errors import DeviceError
+from beamq.model.attention import SequenceLayout
+from beamq.model.exchange import Alone, ExpertExchange, exchange_for
+from beamq.model.fill import Tap
+from beamq.model.linear import gemm_backend
+from beamq.model.load import LayerLoader
+from beamq.model.logits import usable_device
+from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
+from beamq.model.run import Batch, LayerStream, run_layers
+from beamq.ranks import Ranks
+from beamq.version import __version__
+
+BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
+FREE_SHARE = 0.9  # of a GPU's free memory, where no limit was given
+_UNITS = 2  # of weights: one in use, one read ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDone:
+    """Told after each layer: how many of `layers` are finished, and its statistics alone."""
+
+    layer: int
+    layers: int
+    stats: CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Experts to a slice (None: whole layers); bytes of states on the device (None: all)."""
+
+    slice_experts: int | None
+    resident_nbytes: int | None
+
+
+def choose_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of this process; "auto" and "cuda" are one GPU a rank. Raises `DeviceError`."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = usable_device(name)
+    one_of_several = device.type == "cuda" and ":" not in name
+    if device.type not in BATCH_TOKENS:
+        raise DeviceError(f"device {name}: calibration runs on cpu or cuda")
+    if one_of_several:
+        local = int(os.environ.get("LOCAL_RANK", 0)) if ranks.world > 1 else 0
+        if local >= torch.cuda.device_count():
+            raise DeviceError(
+                f"rank {ranks.rank} has no GPU of its own: {torch.cuda.device_count()} are here;"
+                " start one process a GPU"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)  # NCCL uses the current one
+    return device
+
+
+def device_plan(
+    checkpoint: Checkpoint,
+    config: BeamConfig,
+    *,
+    dtype: torch.dtype,
+    batch_tokens: int,
+    tokens: int,
+    experts: int,
+    budget: int | None,
+) -> DevicePlan:
+    """What of layers and hidden states is on the device at once, within `budget` bytes.
+
+    Whole layers (with `experts` experts) come first, then as many hidden states as fit beside
+    them. Where not even whole layers fit, their experts come in slices and all states wait on
+    the host. Raises `MemoryBudgetError` if one expert at a time is too much.
+    """
+    if budget is None:
+        return DevicePlan(slice_experts=None, resident_nbytes=None)
+    sizes = layer_bytes(checkpoint, config, dtype)
+    weights = _UNITS * (sizes.base + sizes.expert * experts)
+    rest = budget - weights - activation_bytes(config, batch_tokens, dtype)
+    if rest >= 0:
+        sums = 4 if experts < config.num_experts else 0  # FP32 sums between ranks
+        states = tokens * config.hidden_size * (dtype.itemsize + sums)
+        return DevicePlan(slice_experts=None, resident_nbytes=None if states <= rest else rest)
+    count = experts_per_slice(checkpoint, config, dtype, budget, batch_tokens)
+    return DevicePlan(slice_experts=min(count or experts, experts), resident_nbytes=0)
+
+
+class CalibrationPass:
+    """One run. `stopped` ends it between two inputs; `state` is begun and removed by the caller.
+
+    `tap` sees every tensor the loader reads, once; `after` each finished layer's statistics.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: CalibrationOptions,
+        data: CalibrationData,
+        *,
+        device: torch.device,
+        ranks: Ranks,
+        state: RunState,
+        fingerprint: str,
+        tap: Tap | None = None,
+        after: Callable[[LayerDone], None] = lambda done: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config = BeamConfig.from_dict(checkpoint.config)
+        self._options = options
+        self._data = data
+        self._device = device
+        self._dtype = getattr(torch, options.dtype)
+        self._ranks = ranks
+        self._state = state
+        self._after = after
+        self._tap = tap
+        rows = max(1, BATCH_TOKENS[device.type] // data.sequence_length)
+        self._rows = [
+            slice(first, min(first + rows, data.samples)) for first in range(0, data.samples, rows)
+        ]
+        self._watch = TokenWatch(data.sequence_length, data.tokens)
+        self._collector = Collector(
+            self._config,
+            device,
+            experts=options.experts,
+            percentile=options.percentile,
+            second_moments=options.second_moments,
+            stopped=stopped,
+        )
+        self._stats = CalibrationStats(
+            model_name=checkpoint.root.resolve().name,
+            model_fingerprint=fingerprint,
+            experts=options.experts,
+            total_tokens=data.tokens,
+            inputs={},
+            routed_tokens={},
+            data=({**data.to_dict(), "activations": options.dtype},),
+            versions={
+                "beamq": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            percentile=options.percentile,
+        )
+
+    def run(self) -> CalibrationStats:
+        """All layers. Raises `CalibrationError`, `MemoryBudgetError`, `Interrupted`, ..."""
+        exchange = exchange_for(self._ranks, self._config)
+        plan = self._device_plan(exchange)
+        loader = LayerLoader(
+            self._checkpoint, self._config, dtype=self._dtype, device=self._device, tap=self._tap
+        )
+        try:
+            first, batches = self._start(loader)
+            alone = isinstance(exchange, Alone)
+            stream = LayerStream(
+                loader,
+                layers=range(first, self._config.num_layers),
+                slice_experts=plan.slice_experts,
+                experts=None if alone else exchange.experts,
+            )
+            run_layers(
+                stream,
+                batches,
+                gemm=gemm_backend(self._options.gemm),
+                observers=[self._collector],
+                resident_bytes=plan.resident_nbytes,
+                done=lambda layer: self._finish(layer, batches),
+                exchange=None if alone else exchange,
+            )
+        finally:
+            loader.close()
+        return self._stats
+
+    def _device_plan(self, exchange: ExpertExchange) -> DevicePlan:
+        budget = self._options.max_device_memory
+        if budget is None and self._device.type == "cuda":
+            budget = int(FREE_SHARE * torch.cuda.mem_get_info(self._device)[0])
+        length = self._data.sequence_length
+        return device_plan(
+            self._checkpoint,
+            self._config,
+            dtype=self._dtype,
+            batch_tokens=max(rows.stop - rows.start for rows in self._rows) * length,
+            tokens=self._data.tokens,
+            experts=len(exchange.experts),
+            budget=budget,
+        )
+
+    def _start(self, loader: LayerLoader) -> tuple[int, list[Batch]]:
+        """The first layer to run and the states in front of it, saved or embedded."""
+        length = self._data.sequence_length
+        layouts = [SequenceLayout.rectangle(r.stop - r.start, length) for r in self._rows]
+        saved = self._state.load()
+        if saved is not None:
+            self._stats = saved.stats
+            self._watch.continue_from(
+                saved.hidden, saved.stats.dropped_rows, saved.stats.dropped_names
+            )
+            hidden, first = saved.hidden, saved.layer + 1
+        else:
+            nbytes = self._data.tokens * self._config.hidden_size * self._dtype.itemsize
+            self._state.check_space(nbytes)
+            table = loader.embedding()
+            ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
+            hidden, first = [table[vector] for vector in ids], 0
+        batches = [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
+        return first, batches
+
+    def _finish(self, layer: int, batches: Sequence[Batch]) -> None:
+        record = combine(self._ranks.gather(self._collector.take(layer)))
+        hidden = [batch.h_TK for batch in batches]
+        self._watch.look(record, hidden)
+        routed = {} if record.routed_tokens is None else {layer: record.routed_tokens}
+        own = replace(self._stats, inputs=record.inputs, routed_tokens=routed)
+        self._stats = replace(
+            self._stats.with_layer(record.inputs, routed),
+            dropped_rows=self._watch.dropped,
+            dropped_names=tuple(self._watch.names),
+        )
+        layers = self._config.num_layers
+        self._after(LayerDone(layer=layer, layers=layers, stats=own))
+        if self._ranks.first and layer + 1 < layers and self._state.due:
+            self._state.save(layer, self._stats, hidden)

@@ -1,0 +1,235 @@
+"""`calibrate`: a checkpoint and text in, a statistics file out; the whole of `beamq calibrate`.
+
+Everything that can be known first is: the source's headers, the data, the device, the memory.
+Then `CalibrationPass` takes all samples through the model, a layer at a time. Its state lies
+beside the statistics (`STATS.state`) and goes when the file is whole; a run that was stopped
+continues from there and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from beamq.calib.data import CalibrationData, load_calibration_data
+from beamq.calib.options import CalibrationOptions
+from beamq.calib.stats import CalibrationStats, ExpertsMode
+from beamq.calib.stats_file import load_stats, save_stats
+from beamq.checkpoint import Checkpoint, open_checkpoint
+from beamq.config import BeamConfig
+from beamq.errors import CalibrationError, Interrupted, ResumeError
+from beamq.journal import OutputLock
+from beamq.ranks import Ranks, current_ranks
+from beamq.signals import stop_on_signals
+from beamq.sources import map_sources
+
+if TYPE_CHECKING:
+    import torch
+
+    from beamq.calib.forward import LayerDone
+    from beamq.calib.state import RunState
+
+STATE_SUFFIX = ".state"
+
+
+def calibrate(
+    source: str | Path,
+    stats: str | Path,
+    *,
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    experts: ExpertsMode = "routed",
+    percentile: float | None = None,
+    second_moments: bool = False,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    gemm: str = "reference",
+    max_device_memory: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_data: Callable[[CalibrationData], None] = lambda data: None,
+    on_layer: Callable[[LayerDone], None] = lambda done: None,
+) -> CalibrationStats:
+    """Run a BF16, F16 or F32 Beam on text and write what its linears saw to the file `stats`.
+
+    See `CalibrationOptions` for what can be asked. Under torchrun, experts are split over ranks;
+    statistics are bit for bit those of one process. `on_data` is called with the tokens, `on_layer`
+    after each layer. Raises `CalibrationError` for data, or for activations that are not finite;
+    `ResumeError` for a file or state that is in the way; `Interrupted` on SIGINT or SIGTERM.
+    """
+    options = CalibrationOptions(
+        data=tuple(data),
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        experts=experts,
+        percentile=percentile,
+        second_moments=second_moments,
+        dtype=dtype,
+        device=device,
+        gemm=gemm,
+        max_device_memory=max_device_memory,
+    )
+    ranks = current_ranks()
+    target = Path(stats).expanduser()
+    try:
+        with open_checkpoint(source) as checkpoint:
+            map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
+            prepared = Prepared(checkpoint, options, ranks)
+            if ranks.first:
+                on_data(prepared.data)
+            with ranks.meeting():
+                finished = _finished(target, prepared, resume=resume, overwrite=overwrite)
+            if finished is not None:
+                return finished
+            return _run(target, prepared, resume, overwrite, on_layer)
+    finally:
+        ranks.leave()
+
+
+class Prepared:
+    """What a pass needs and can be made before it: data, device, fingerprint."""
+
+    def __init__(self, checkpoint: Checkpoint, options: CalibrationOptions, ranks: Ranks) -> None:
+        from beamq.calib.forward import choose_device  # torch, only where a model runs
+
+        self.checkpoint = checkpoint
+        self.options = options
+        self.ranks = ranks
+        self.device: torch.device = choose_device(options.device, ranks)
+        samples, length = options.size(self.device.type, checkpoint.config)
+        self.data = load_calibration_data(
+            options.data,
+            checkpoint.root,
+            samples=samples,
+            sequence_length=length,
+            seed=options.seed,
+        )
+        self.fingerprint = checkpoint.content_digest()
+
+    def identity(self) -> dict[str, str]:
+        """What must be equal for a run to continue another."""
+        import torch
+
+        from beamq.version import __version__
+
+        return {
+            "version of beamq": __version__,
+            "version of torch": torch.__version__,
+            "source": self.checkpoint.fingerprint(),
+            "data": self.data.digest,
+            "device": self.device.type,
+            **self.options.recorded(),
+        }
+
+
+def _finished(
+    target: Path, prepared: Prepared, *, resume: bool, overwrite: bool
+) -> CalibrationStats | None:
+    """The statistics of this very run if `target` has them already and `resume` was given."""
+    if not target.exists() or overwrite:
+        return None
+    if not resume:
+        raise ResumeError(f"{target}: exists; give --overwrite to replace it, or another name")
+    found = load_stats(target)
+    found.check_model(prepared.fingerprint, prepared.checkpoint.root.name)
+    options = prepared.options
+    same = (
+        found.data_digests == (prepared.data.digest,)
+        and found.experts == options.experts
+        and found.percentile == options.percentile
+    )
+    if not same:
+        raise ResumeError(f"{target}: made with other data or options; give --overwrite")
+    return found
+
+
+def _run(
+    target: Path,
+    prepared: Prepared,
+    resume: bool,
+    overwrite: bool,
+    on_layer: Callable[[LayerDone], None],
+) -> CalibrationStats:
+    from beamq.calib.state import RunState
+
+    ranks = prepared.ranks
+    state = RunState(target.with_name(target.name + STATE_SUFFIX), prepared.identity())
+    lock: OutputLock | None = None
+    try:
+        with ranks.meeting():
+            if ranks.first:
+                if overwrite:
+                    state.remove()
+                state.begin(resume=resume)
+                lock = OutputLock(state.folder)
+        with ranks.talking():
+            result = run_pass(prepared, state, on_layer)
+        with ranks.meeting():
+            if ranks.first:
+                save_stats(result, target)
+                state.remove()
+        return result
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def run_pass(
+    prepared: Prepared, state: RunState, on_layer: Callable[[LayerDone], None]
+) -> CalibrationStats:
+    """The pass alone, with signals caught."""
+    from beamq.calib.forward import CalibrationPass
+
+    stop = threading.Event()
+    done = 0
+
+    def after(layer: LayerDone) -> None:
+        nonlocal done
+        done = layer.layer + 1
+        if prepared.ranks.first:
+            on_layer(layer)
+
+    run = CalibrationPass(
+        prepared.checkpoint,
+        prepared.options,
+        prepared.data,
+        device=prepared.device,
+        ranks=prepared.ranks,
+        state=state,
+        fingerprint=prepared.fingerprint,
+        after=after,
+        stopped=stop.is_set,
+    )
+    with stop_on_signals(stop):
+        try:
+            return run.run()
+        except Interrupted:
+            layers = prepared.checkpoint.config["num_hidden_layers"]
+            raise Interrupted(
+                f"interrupted; {done} of {layers} layers are calibrated."
+                " Run the same command with --resume to continue"
+            ) from None
+
+
+def merge_stats(paths: Sequence[str | Path], target: str | Path) -> CalibrationStats:
+    """Merge statistics files of one model on different data into `target`.
+
+    Raises `CalibrationError` where they do not belong together, `ResumeError` if `target` exists.
+    """
+    from beamq.calib.stats import merge
+
+    target = Path(target).expanduser()
+    if len(paths) < 2:
+        raise CalibrationError(f"merging takes at least two statistics files, {len(paths)} given")
+    if target.exists():
+        raise ResumeError(f"{target}: exists; choose another name")
+    merged = load_stats(Path(paths[0]).expanduser())
+    for path in paths[1:]:
+        merged = merge(merged, load_stats(Path(path).expanduser()))
+    save_stats(merged, target)
+    return merged

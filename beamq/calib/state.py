@@ -1,0 +1,168 @@
+"""What a calibration saves on its way, so that a killed one goes on where it was.
+
+    identity.json                what run this is
+    stats-0007.safetensors       statistics of layers 0 .. 7
+    hidden-0007.safetensors      hidden states behind layer 7, one tensor a batch
+
+The statistics come first; once the hidden states have their name, both are whole, and what was
+saved before goes. Everything is exact, so the result of a resumed run has the same bits.
+
+Hidden states of a real run are gigabytes, so not every layer is saved: only when the last save
+took less than a twentieth of the time since. Another run's state is refused, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from beamq.calib.stats import CalibrationStats
+from beamq.calib.stats_file import load_stats, save_stats
+from beamq.config import read_json_object
+from beamq.errors import DiskError, ResumeError
+from beamq.header import read_header
+from beamq.open_files import OpenFiles
+from beamq.shards import OutputTensor, Shard, ShardWriter, disk_errors, write_json
+from beamq.torch_dtypes import TORCH_DTYPES
+
+IDENTITY = "identity.json"
+COST_SHARE = 20  # saving may take a twentieth of the time
+_HIDDEN = re.compile(r"hidden-(\d{4})\.safetensors")
+_NAMES = {str(dtype): name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A state: `layer` is the last finished one."""
+
+    layer: int
+    stats: CalibrationStats
+    hidden: list[torch.Tensor]
+
+
+class RunState:
+    """The state folder of one run. `begin` before anything else, `remove` at the end."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._identity = dict(identity)
+        self._saved_at = time.monotonic()
+        self._cost = 0.0
+
+    def begin(self, *, resume: bool) -> None:
+        """Make the folder, or check that the one there is of this run.
+
+        Raises `ResumeError` for another run's state, or any state without `resume`.
+        """
+        path = self.folder / IDENTITY
+        with disk_errors(self.folder, "creating the state folder"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            recorded = read_json_object(path, ResumeError)
+            odd = [key for key, value in self._identity.items() if recorded.get(key) != value]
+            if not resume:
+                raise ResumeError(
+                    f"{self.folder}: an unfinished calibration; --resume continues it,"
+                    " --overwrite starts again"
+                )
+            if odd:
+                raise ResumeError(
+                    f"{self.folder}: begun with another {', '.join(odd)}; run it as before, or"
+                    " start again with --overwrite"
+                )
+        else:
+            write_json(path, self._identity)
+        self._saved_at = time.monotonic()
+
+    def check_space(self, hidden_nbytes: int) -> None:
+        """Raise `DiskError` where two sets of hidden states do not fit the disk."""
+        free = shutil.disk_usage(self.folder).free
+        free += sum(path.stat().st_size for path in self.folder.iterdir())
+        if 2 * hidden_nbytes > free:
+            raise DiskError(
+                f"{self.folder}: the state of the calibration needs {2 * hidden_nbytes / 1e9:.2f}"
+                f" GB, the disk has {free / 1e9:.2f} GB free; free space, or use fewer samples"
+            )
+
+    def load(self) -> Saved | None:
+        """The latest whole state, if there is one."""
+        layers = [int(found[1]) for found in map(_HIDDEN.fullmatch, self._files()) if found]
+        if not layers:
+            return None
+        layer = max(layers)
+        return Saved(
+            layer=layer,
+            stats=load_stats(self.folder / f"stats-{layer:04d}.safetensors"),
+            hidden=_read_hidden(self.folder, f"hidden-{layer:04d}.safetensors"),
+        )
+
+    @property
+    def due(self) -> bool:
+        """Whether saving now keeps its share of the time small."""
+        return time.monotonic() - self._saved_at >= COST_SHARE * self._cost
+
+    def save(self, layer: int, stats: CalibrationStats, hidden: Sequence[torch.Tensor]) -> None:
+        """Save everything up to `layer`; durable on return."""
+        begun = time.monotonic()
+        save_stats(stats, self.folder / f"stats-{layer:04d}.safetensors")
+        _write_hidden(self.folder, f"hidden-{layer:04d}.safetensors", hidden)
+        for name in self._files():
+            if f"-{layer:04d}." not in name and name != IDENTITY:
+                (self.folder / name).unlink()
+        self._saved_at = time.monotonic()
+        self._cost = self._saved_at - begun
+
+    def remove(self) -> None:
+        """Delete the folder: the run is complete."""
+        with disk_errors(self.folder, "removing"):
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir() if path.is_file())
+
+
+def _write_hidden(folder: Path, name: str, hidden: Sequence[torch.Tensor]) -> None:
+    header: dict[str, object] = {}
+    begin = 0
+    for number, h_TK in enumerate(hidden):
+        end = begin + h_TK.nbytes
+        header[f"h.{number:06d}"] = {
+            "dtype": _NAMES[str(h_TK.dtype)],
+            "shape": list(h_TK.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    raw = len(text).to_bytes(8, "little") + text
+    tensors: tuple[OutputTensor, ...] = ()
+    writer = ShardWriter(
+        folder, Shard(name=name, header=raw, tensors=tensors, nbytes=len(raw) + begin)
+    )
+    offset = len(raw)
+    for h_TK in hidden:
+        flat = h_TK.cpu().contiguous().view(-1).view(torch.uint8)
+        writer.write(offset, memoryview(flat.numpy()))  # type: ignore[arg-type]
+        offset += h_TK.nbytes
+    writer.sync()
+    writer.publish()
+
+
+def _read_hidden(folder: Path, name: str) -> list[torch.Tensor]:
+    specs, _ = read_header(folder / name, name)
+    files = OpenFiles(folder)
+    hidden = []
+    for spec in sorted(specs, key=lambda spec: spec.name):
+        h_TK = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        flat = h_TK.view(-1).view(torch.uint8)
+        files.read(spec.file, spec.offset, memoryview(flat.numpy()), spec.name)  # type: ignore[arg-type]
+        hidden.append(h_TK)
+    files.close()
+    return hidden

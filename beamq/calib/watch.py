@@ -1,0 +1,116 @@
+"""Statistics of several ranks as one, and tokens that went bad: what happens between two layers.
+
+In: what the collector has of a finished layer, at this rank; hidden states. Out: the layer's
+statistics over all ranks, and which tokens hold a NaN or infinity, by sequence and position.
+
+A token that is not finite at some input has hidden states that are not finite behind that layer,
+and never gets well again; later tokens of its sequence follow, since attention reads it. So the
+tokens to name are found in the hidden states, once a layer, and the input where it began is
+found in the collector's counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from beamq.calib.collect import LayerRecord
+from beamq.calib.stats import MAX_DROPPED_NAMES, InputStats
+from beamq.errors import CalibrationError
+
+MAX_DROPPED_SHARE = 0.01
+"""Of all tokens. One bad sequence among 128 is passed over, two of them stop the run."""
+
+
+def combine(records: Sequence[LayerRecord]) -> LayerRecord:
+    """One layer's record from those of all ranks, each with experts of its own.
+
+    What is not an expert's was computed alike by every rank; the first one's is taken.
+    """
+    first = records[0]
+    if len(records) == 1:
+        return first
+    names = dict.fromkeys(name for record in records for name in record.inputs)
+    suspects: dict[str, int] = {}
+    for record in records:
+        for module, count in record.suspects.items():
+            suspects[module] = max(count, suspects.get(module, 0))
+    inputs: dict[str, InputStats] = {}
+    for name in names:
+        found = [record.inputs[name] for record in records if name in record.inputs]
+        inputs[name] = _sum_of_experts(found) if ".experts." in name else found[0]
+    return LayerRecord(
+        layer=first.layer, inputs=inputs, routed_tokens=first.routed_tokens, suspects=suspects
+    )
+
+
+def _sum_of_experts(entries: Sequence[InputStats]) -> InputStats:
+    """Each expert is at one rank; all others have zeros in its place."""
+    arrays = [entry.arrays() for entry in entries]
+    return InputStats(**{key: np.asarray(sum(a[key] for a in arrays)) for key in arrays[0]})
+
+
+class TokenWatch:
+    """Which tokens are not finite, by batch. All batches hold whole rows of `length` tokens."""
+
+    def __init__(self, length: int, total: int) -> None:
+        self._length = length
+        self._total = total
+        self._bad: dict[int, torch.Tensor] = {}
+        self.dropped = 0
+        self.names: list[str] = []
+
+    def continue_from(
+        self, hidden: Iterable[torch.Tensor], dropped: int, names: Sequence[str]
+    ) -> None:
+        """Take up the state of an earlier run."""
+        for number, h_TK in enumerate(hidden):
+            if not _finite(h_TK):
+                self._bad[number] = ~h_TK.isfinite().all(1)
+        self.dropped, self.names = dropped, list(names)
+
+    def look(self, record: LayerRecord, hidden: Sequence[torch.Tensor]) -> None:
+        """Find, count and name what went bad in this layer.
+
+        Raises `CalibrationError` when more than `MAX_DROPPED_SHARE` of all tokens are bad.
+        """
+        fine = torch.stack([_finite(h_TK) for h_TK in hidden]).tolist()
+        where = f"at the output of model.layers.{record.layer}"
+        if record.suspects:
+            where = f"at the input of {next(iter(record.suspects))}"
+        first_row = 0
+        for number, h_TK in enumerate(hidden):
+            if not fine[number]:
+                bad_T = (~h_TK.isfinite().all(1)).cpu()
+                earlier = self._bad.get(number, torch.zeros_like(bad_T))
+                self._name(bad_T & ~earlier, first_row, record.layer, where)
+                self._bad[number] = bad_T
+            first_row += h_TK.shape[0] // self._length
+        self.dropped = sum(int(bad_T.sum()) for bad_T in self._bad.values())
+        if self.dropped > MAX_DROPPED_SHARE * self._total:
+            raise CalibrationError(
+                f"{self.dropped:,} of {self._total:,} tokens hold NaN or infinity after layer"
+                f" {record.layer}; {self.names[0]}. Check the source's weights, or the data"
+            )
+
+    def _name(self, new_T: torch.Tensor, first_row: int, layer: int, where: str) -> None:
+        tokens = new_T.nonzero().flatten().tolist()
+        rows = itertools.groupby(tokens, key=lambda token: token // self._length)
+        for row, members in rows:
+            places = [token % self._length for token in members]
+            span = f"position {places[0]}"
+            if len(places) > 1:
+                span = f"{len(places)} positions from {places[0]} on"
+            if len(self.names) < MAX_DROPPED_NAMES:
+                self.names.append(
+                    f"sequence {first_row + row}, {span}: from layer {layer} on, first {where}"
+                )
+
+
+def _finite(h_TK: torch.Tensor) -> torch.Tensor:
+    """A bool []; without a copy of the tensor."""
+    low, high = torch.aminmax(h_TK)
+    return low.isfinite() & high.isfinite()
