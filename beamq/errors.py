@@ -10,12 +10,14 @@
     │   ├── AlreadyQuantizedError       the source is not a high-precision checkpoint
     │   ├── RecipeError                 a recipe or pattern
     │   ├── CalibrationError            calibration data or a statistics file
+    │   ├── HubError                    a repository is missing, gated, or refuses us
     │   └── ResumeError                 the output belongs to another run
     ├── EnvironmentFault            4   the machine: disk, memory, devices, packages
     │   ├── DiskError
     │   ├── MemoryBudgetError
     │   ├── DeviceError
     │   ├── OutputBusyError
+    │   ├── HubUnreachableError         offline, no token, or the Hub does not answer
     │   └── MissingDependencyError
     └── Interrupted               130   Ctrl-C or SIGTERM; the run can be resumed
 
@@ -75,6 +77,10 @@ class CalibrationError(InputError):
     """Calibration data or a statistics file does not fit the model."""
 
 
+class HubError(InputError):
+    """A Hub repository or revision does not exist, is gated, or its server refuses the request."""
+
+
 class ResumeError(InputError):
     """An output folder holds something that this run did not make."""
 
@@ -99,6 +105,10 @@ class DeviceError(EnvironmentFault):
 
 class OutputBusyError(EnvironmentFault):
     """Another process is writing the same output."""
+
+
+class HubUnreachableError(EnvironmentFault):
+    """The Hub cannot be asked: offline mode, no token, no network, or it keeps failing."""
 
 
 class MissingDependencyError(EnvironmentFault):
