@@ -1,7 +1,8 @@
 """Quantize one job on the CPU: read rows, run the kernels on cache-warm pieces, write in place.
 
 In: a `Job` and its shard's writer. Out: the job's bytes on disk, checksums of its tensors and
-what the kernels counted.
+what the kernels counted. A caller that has the source's bytes already (a forward pass has just
+read them) hands them over; one that knows no input scale yet writes it later.
 
 Data moves in pieces of about 1 MiB that stay in the core's cache between reading, the kernel and
 writing. FP8 rows need nothing else. NVFP4 needs the largest magnitude of the whole group before
@@ -12,99 +13,21 @@ plain threads fill the cores. torch is not imported: it would take as long as co
 
 from __future__ import annotations
 
-import mmap
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from beamq.buffer_pool import BufferPool
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.checksum import Checksum, new_checksum
 from beamq.errors import Interrupted, TensorError
 from beamq.formats.kernels import cpu
 from beamq.header import ITEMSIZE
 from beamq.plan import Job, Member
 from beamq.roles import Role
-from beamq.shards import OutputTensor, ShardWriter
+from beamq.shards import ShardWriter
+from beamq.sinks import JobResult, TensorSink, f32_bytes, write_input_scale, write_whole
 
 PIECE_BYTES = 1 << 20
-
-
-@dataclass(slots=True, kw_only=True)
-class JobResult:
-    """Checksums by tensor name, and counts worth telling."""
-
-    tensors: dict[str, str] = field(default_factory=dict)
-    underflow_blocks: int = 0
-    zero_blocks: int = 0
-    zero_groups: list[str] = field(default_factory=list)
-    zero_rows: int = 0
-
-
-class BufferPool:
-    """Buffers for whole scale groups, reused, never more than `budget` bytes at a time.
-
-    A request waits until enough is returned; one larger than the budget is granted alone.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self._budget = budget
-        self._held = 0
-        self._free: list[mmap.mmap] = []
-        self._condition = threading.Condition()
-
-    def acquire(self, nbytes: int, stopped: Callable[[], bool]) -> mmap.mmap:
-        """A buffer of at least `nbytes`. Raises `Interrupted` if `stopped` turns true."""
-        with self._condition:
-            while True:
-                fitting = [buffer for buffer in self._free if len(buffer) >= nbytes]
-                if fitting:
-                    best = min(fitting, key=len)
-                    self._free.remove(best)
-                    return best
-                while self._free and self._held + nbytes > self._budget:
-                    self._held -= len(self._free[0])
-                    self._free.pop(0).close()
-                if self._held + nbytes <= self._budget or self._held == 0:
-                    return self._allocate(nbytes)
-                if stopped():
-                    raise Interrupted("stopped")
-                self._condition.wait(0.2)
-
-    def release(self, buffer: mmap.mmap) -> None:
-        """Give a buffer back."""
-        with self._condition:
-            self._free.append(buffer)
-            self._condition.notify_all()
-
-    def _allocate(self, nbytes: int) -> mmap.mmap:
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            buffer.madvise(mmap.MADV_HUGEPAGE)  # a page fault for 2 MiB instead of 4 KiB
-        self._held += size
-        return buffer
-
-
-class _TensorSink:
-    """Writes one output tensor from front to back, with its checksum."""
-
-    def __init__(self, writer: ShardWriter, tensor: OutputTensor) -> None:
-        self._writer = writer
-        self._tensor = tensor
-        self._position = 0
-        self._checksum: Checksum = new_checksum()
-
-    def append(self, data: memoryview) -> None:
-        self._writer.write(self._tensor.offset + self._position, data)
-        self._checksum.update(data)
-        self._position += data.nbytes
-
-    def finish(self, result: JobResult) -> None:
-        if self._position != self._tensor.nbytes:
-            raise RuntimeError(f"{self._tensor.name}: wrote {self._position} bytes")
-        result.tensors[self._tensor.name] = self._checksum.hexdigest()
 
 
 class CpuEngine:
@@ -115,21 +38,29 @@ class CpuEngine:
         checkpoint: Checkpoint,
         pool: BufferPool,
         *,
-        input_scale: Callable[[str], float],
+        input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
     ) -> None:
+        """Without `input_scale`, those tensors are left for `write_input_scale`."""
         self._checkpoint = checkpoint
         self._pool = pool
         self._input_scale = input_scale
         self._stopped = stopped
         self._advance = advance
+        self._held: dict[int, memoryview] = {}
         self._source = bytearray(PIECE_BYTES)
         self._codes = bytearray(PIECE_BYTES)
         self._scales = bytearray(PIECE_BYTES)
 
-    def run(self, job: Job, writer: ShardWriter) -> JobResult:
-        """Convert one job. Raises `TensorError` for non-finite values, `DiskError`, ..."""
+    def run(
+        self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
+    ) -> JobResult:
+        """Convert one job. Raises `TensorError` for non-finite values, `DiskError`, ...
+
+        `held` has the source bytes of each member; without it they are read.
+        """
+        self._held = {id(m): v for m, v in zip(job.members, held or (), strict=held is not None)}
         result = JobResult()
         if job.kind == "copy":
             self._copy(job.members[0], writer, result)
@@ -144,25 +75,37 @@ class CpuEngine:
     def _pieces(self, member: Member, unit: int) -> list[tuple[int, int]]:
         """(start, nbytes) of pieces that are whole multiples of `unit` bytes."""
         size = max(PIECE_BYTES // unit, 1) * unit
-        self._source = _grown(self._source, size)
         total = member.source.nbytes
         return [(start, min(size, total - start)) for start in range(0, total, size)]
 
+    def _piece(self, member: Member, start: int, nbytes: int) -> memoryview:
+        """Some of a member's source bytes; valid until the next piece."""
+        held = self._held.get(id(member))
+        if held is not None:
+            self._check(nbytes)
+            return held[start : start + nbytes]
+        self._source = _grown(self._source, nbytes)
+        view = memoryview(self._source)[:nbytes]
+        self._read(member, start, view)
+        return view
+
     def _read(self, member: Member, start: int, out: memoryview) -> None:
-        if self._stopped():
-            raise Interrupted("stopped")
+        self._check(out.nbytes)
         source = member.source
         self._checkpoint.read_into(source.spec, out, source.start + start)
-        self._advance(out.nbytes)
+
+    def _check(self, nbytes: int) -> None:
+        if self._stopped():
+            raise Interrupted("stopped")
+        self._advance(nbytes)
 
     def _copy(self, member: Member, writer: ShardWriter, result: JobResult) -> None:
         spec, output = member.source.spec, member.outputs[0]
-        sink = _TensorSink(writer, output)
+        sink = TensorSink(writer, output)
         item, out_item = ITEMSIZE[spec.dtype], ITEMSIZE[output.dtype]
         checked = member.role.role is not Role.EXTRA and spec.dtype in FLOAT_SOURCES
         for start, nbytes in self._pieces(member, item):
-            view = memoryview(self._source)[:nbytes]
-            self._read(member, start, view)
+            view = self._piece(member, start, nbytes)
             if checked:
                 found = cpu.amax(view, spec.dtype)
                 _refuse_nonfinite(member, found.nonfinite, found.first_nonfinite, start // item)
@@ -180,13 +123,12 @@ class CpuEngine:
         n, k = member.source.shape
         item = ITEMSIZE[spec.dtype]
         codes, scales = member.outputs
-        sink = _TensorSink(writer, codes)
+        sink = TensorSink(writer, codes)
         self._scales = _grown(self._scales, n * 4)
         row = 0
         for start, nbytes in self._pieces(member, k * item):
             rows = nbytes // (k * item)
-            view = memoryview(self._source)[:nbytes]
-            self._read(member, start, view)
+            view = self._piece(member, start, nbytes)
             self._codes = _grown(self._codes, rows * k)
             out = memoryview(self._codes)[: rows * k]
             counts = cpu.fp8_quantize_rows(
@@ -197,9 +139,7 @@ class CpuEngine:
             sink.append(out)
             row += rows
         sink.finish(result)
-        scale_sink = _TensorSink(writer, scales)
-        scale_sink.append(memoryview(self._scales)[: n * 4])
-        scale_sink.finish(result)
+        write_whole(writer, scales, memoryview(self._scales)[: n * 4], result)
 
     def _decode(self, kind: str, member: Member, writer: ShardWriter, result: JobResult) -> None:
         """Codes back to BF16; the scales are looked up beside the codes by name."""
@@ -211,12 +151,11 @@ class CpuEngine:
             raw = self._checkpoint.read(f"{module}.weight_scale_2")
             global_scale = float(np.frombuffer(raw, np.float32)[0])
         row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
-        sink = _TensorSink(writer, member.outputs[0])
+        sink = TensorSink(writer, member.outputs[0])
         row = 0
         for start, nbytes in self._pieces(member, row_codes):
             rows = nbytes // row_codes
-            codes = memoryview(self._source)[:nbytes]
-            self._read(member, start, codes)
+            codes = self._piece(member, start, nbytes)
             self._codes = _grown(self._codes, rows * k * 2)
             out = memoryview(self._codes)[: rows * k * 2]
             part = scales[row * row_scales : (row + rows) * row_scales]
@@ -229,32 +168,44 @@ class CpuEngine:
         sink.finish(result)
 
     def _nvfp4(self, job: Job, writer: ShardWriter, result: JobResult) -> None:
+        if self._held:
+            self._nvfp4_group(job, [self._held[id(m)] for m in job.members], writer, result)
+            return
         buffer = self._pool.acquire(job.source_nbytes, self._stopped)
         try:
             with memoryview(buffer) as whole:
                 views: list[memoryview] = []
-                amax, begin = 0.0, 0
+                begin = 0
                 for member in job.members:
-                    view = whole[begin : begin + member.source.nbytes]
-                    amax = max(amax, self._load(member, view))
-                    views.append(view)
+                    views.append(whole[begin : begin + member.source.nbytes])
                     begin += member.source.nbytes
-                if amax == 0.0:
-                    result.zero_groups.append(job.group)
-                scale = cpu.nvfp4_global_scale(amax)
-                for member, view in zip(job.members, views, strict=True):
-                    self._nvfp4_member(member, view, scale, writer, result)
+                self._nvfp4_group(job, views, writer, result)
+                for view in views:
                     view.release()
         finally:
             self._pool.release(buffer)
 
+    def _nvfp4_group(
+        self, job: Job, views: Sequence[memoryview], writer: ShardWriter, result: JobResult
+    ) -> None:
+        """Quantize with one global scale; views that are not held are filled first."""
+        amax = max(self._load(m, view) for m, view in zip(job.members, views, strict=True))
+        if amax == 0.0:
+            result.zero_groups.append(job.group)
+        scale = cpu.nvfp4_global_scale(amax)
+        for member, view in zip(job.members, views, strict=True):
+            self._nvfp4_member(member, view, scale, writer, result)
+
     def _load(self, member: Member, out: memoryview) -> float:
-        """Read a member into `out`; its largest magnitude, taken while each piece is in cache."""
+        """Fill `out`, unless it is held; its largest magnitude, taken while pieces are in cache."""
         item = ITEMSIZE[member.source.spec.dtype]
         amax = 0.0
         for start in range(0, out.nbytes, PIECE_BYTES):
             piece = out[start : start + PIECE_BYTES]
-            self._read(member, start, piece)
+            if self._held:
+                self._check(piece.nbytes)
+            else:
+                self._read(member, start, piece)
             found = cpu.amax(piece, member.source.spec.dtype)
             _refuse_nonfinite(member, found.nonfinite, found.first_nonfinite, start // item)
             amax = max(amax, found.amax)
@@ -272,8 +223,8 @@ class CpuEngine:
         n, k = member.source.shape
         row_bytes = k * ITEMSIZE[dtype]
         rows_at_once = max(PIECE_BYTES // row_bytes, 1)
-        codes, scales, scale_2, input_scale = member.outputs
-        code_sink = _TensorSink(writer, codes)
+        codes, scales, scale_2, _ = member.outputs
+        code_sink = TensorSink(writer, codes)
         self._codes = _grown(self._codes, rows_at_once * k // 2)
         self._scales = _grown(self._scales, n * k // 16)
         scale_view = memoryview(self._scales)[: n * k // 16]
@@ -294,18 +245,10 @@ class CpuEngine:
             result.zero_blocks += counts.zero
             code_sink.append(out)
         code_sink.finish(result)
-        for tensor, content in (
-            (scales, scale_view),
-            (scale_2, _f32(global_scale)),
-            (input_scale, _f32(self._input_scale(member.role.module))),
-        ):
-            sink = _TensorSink(writer, tensor)
-            sink.append(content)
-            sink.finish(result)
-
-
-def _f32(value: float) -> memoryview:
-    return memoryview(np.float32(value).tobytes())
+        for tensor, content in ((scales, scale_view), (scale_2, f32_bytes(global_scale))):
+            write_whole(writer, tensor, content, result)
+        if self._input_scale is not None:
+            write_input_scale(member, self._input_scale, writer, result)
 
 
 def _grown(buffer: bytearray, nbytes: int) -> bytearray:

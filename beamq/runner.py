@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from beamq import output_folder
 from beamq.checkpoint import Checkpoint
@@ -23,8 +23,9 @@ from beamq.cpu_engine import PIECE_BYTES
 from beamq.crew import Crew
 from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
 from beamq.journal import Identity, Journal, OutputLock, ShardRecord, check_identity
+from beamq.open_shards import OpenShards
 from beamq.output_folder import MANIFEST_NAME
-from beamq.plan import Work
+from beamq.plan import Job, Work
 from beamq.preflight import check_small_tensors
 from beamq.ranks import Ranks, share
 from beamq.shards import publish
@@ -52,6 +53,20 @@ class RunOptions:
     resume: bool
     overwrite: bool
     on_progress: Callable[[Progress], None] | None
+
+
+class Feed(Protocol):
+    """Something that converts jobs on its own way, before the crew takes what is left."""
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        shards: OpenShards,
+        *,
+        advance: Callable[[int], None],
+        stop: threading.Event,
+    ) -> Set[int]:
+        """The `id` of each of `jobs` whose result was added to `shards`."""
 
 
 Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
@@ -93,6 +108,7 @@ class Runner:
         ranks: Ranks,
         options: RunOptions,
         finalise: Finalise,
+        feed: Feed | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._work = work
@@ -101,6 +117,7 @@ class Runner:
         self._ranks = ranks
         self._options = options
         self._finalise = finalise
+        self._feed = feed
         self._identity = Identity(
             version=__version__,
             source=work.source_fingerprint,
@@ -194,29 +211,34 @@ class Runner:
             for index in sorted(share(weights, self._ranks))
             if work.shards[index].name not in journal.done
         ]
+        chosen = frozenset(mine)
+        jobs = [job for job in work.jobs if job.shard in chosen]
         stop = threading.Event()
         meter = _Meter(self._options.on_progress, sum(weights[index] for index in mine))
-        crew = Crew(
-            self._checkpoint,
-            work,
-            self._output,
-            journal,
-            shards=mine,
-            workers=self._options.workers,
-            memory_budget=self._options.memory,
-            input_scale=self._input_scale,
-            advance=meter.advance,
-            stop=stop,
-        )
-        with stop_on_signals(stop):
-            try:
-                crew.run()
-            except Interrupted:
-                done = sum(shard.name in journal.done for shard in work.shards)
-                raise Interrupted(
-                    f"interrupted; {done} of {len(work.shards)} shards are finished."
-                    " Run the same command with --resume to continue"
-                ) from None
+        try:
+            with (
+                stop_on_signals(stop),
+                OpenShards(work, self._output, journal, jobs, stop) as shards,
+            ):
+                if self._feed is not None:
+                    done = self._feed.run(jobs, shards, advance=meter.advance, stop=stop)
+                    jobs = [job for job in jobs if id(job) not in done]
+                Crew(
+                    self._checkpoint,
+                    jobs,
+                    shards,
+                    workers=self._options.workers,
+                    memory_budget=self._options.memory,
+                    input_scale=self._input_scale,
+                    advance=meter.advance,
+                    stop=stop,
+                ).run()
+        except Interrupted:
+            finished = sum(shard.name in journal.done for shard in work.shards)
+            raise Interrupted(
+                f"interrupted; {finished} of {len(work.shards)} shards are finished."
+                " Run the same command with --resume to continue"
+            ) from None
 
 
 class _Meter:
