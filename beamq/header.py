@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -49,27 +49,31 @@ def read_header(path: Path, file: str) -> tuple[list[TensorSpec], dict[str, str]
     Returns the specs in file order and `__metadata__`. Raises `CheckpointError`.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as stream:
-            lead = stream.read(8)
-            if len(lead) < 8:
-                raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file")
-            length = int.from_bytes(lead, "little")
-            if lead.startswith(b"version "):
-                raise CheckpointError(
-                    f"{path}: a git-LFS pointer, not the weights; run `git lfs pull`"
-                )
-            if length > MAX_HEADER_BYTES or 8 + length > size:
-                raise CheckpointError(
-                    f"{path}: header says {length} bytes but the file has {size}; cut off while"
-                    " downloading, or not a safetensors file"
-                )
-            raw = stream.read(length)
+            return parse_header(path, file, path.stat().st_size, stream.read)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found, or a link that points nowhere") from None
     except OSError as fault:
         raise CheckpointError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
-    header = _parse_header(path, raw)
+
+
+def parse_header(
+    path: Path | str, file: str, size: int, read: Callable[[int], bytes]
+) -> tuple[list[TensorSpec], dict[str, str]]:
+    """The same for a file that is not here: `path` names it in messages, `size` is its bytes,
+    `read(n)` gives the next n bytes from its start."""
+    lead = read(8)
+    if len(lead) < 8:
+        raise CheckpointError(f"{path}: {size} bytes, too short for a safetensors file")
+    length = int.from_bytes(lead, "little")
+    if lead.startswith(b"version "):
+        raise CheckpointError(f"{path}: a git-LFS pointer, not the weights; run `git lfs pull`")
+    if length > MAX_HEADER_BYTES or 8 + length > size:
+        raise CheckpointError(
+            f"{path}: header says {length} bytes but the file has {size}; cut off while"
+            " downloading, or not a safetensors file"
+        )
+    header = _parse_json(path, read(length))
     meta = header.pop("__metadata__", {})
     if not isinstance(meta, dict) or not all(isinstance(v, str) for v in meta.values()):
         raise CheckpointError(f"{path}: header __metadata__ must map names to strings")
@@ -79,7 +83,7 @@ def read_header(path: Path, file: str) -> tuple[list[TensorSpec], dict[str, str]
     return specs, meta
 
 
-def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
+def _parse_json(path: Path | str, raw: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -97,7 +101,7 @@ def _parse_header(path: Path, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _spec(path: Path, file: str, base: int, name: str, entry: Any) -> TensorSpec:
+def _spec(path: Path | str, file: str, base: int, name: str, entry: Any) -> TensorSpec:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: header entry {name[:100]!r} is not an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
@@ -128,7 +132,7 @@ def _naturals(value: Any) -> TypeGuard[list[int]]:
     )
 
 
-def _check_ranges(path: Path, specs: Iterable[TensorSpec], base: int, size: int) -> None:
+def _check_ranges(path: Path | str, specs: Iterable[TensorSpec], base: int, size: int) -> None:
     """Ranges must tile the data section exactly, as the safetensors library demands."""
     position = base
     for spec in specs:

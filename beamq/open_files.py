@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 from beamq.errors import CheckpointError
@@ -15,11 +16,12 @@ MAX_OPEN_FILES = 64
 class OpenFiles:
     """A bounded set of read-only descriptors, opened on first use, closed oldest first.
 
-    A descriptor in use is never closed under its reader: reads hold a count on it.
+    A descriptor in use is never closed under its reader: reads hold a count on it. Files lie in
+    `root`, or where `locate` says.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, locate: Callable[[str], Path] | None = None) -> None:
+        self._locate = locate or root.joinpath
         self._lock = threading.Lock()
         self._open: OrderedDict[str, int] = OrderedDict()
         self._users: dict[str, int] = {}
@@ -29,10 +31,10 @@ class OpenFiles:
             descriptor = self._open.get(file)
             if descriptor is None:
                 try:
-                    descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+                    descriptor = os.open(self._locate(file), os.O_RDONLY | os.O_CLOEXEC)
                 except OSError as fault:
                     raise CheckpointError(
-                        f"{self._root / file}: cannot be opened: {fault.strerror}"
+                        f"{self._locate(file)}: cannot be opened: {fault.strerror}"
                     ) from fault
                 self._open[file] = descriptor
                 self._evict()
@@ -59,13 +61,13 @@ class OpenFiles:
                 got = os.preadv(descriptor, [view[done:]], offset + done)
                 if got == 0:
                     raise CheckpointError(
-                        f"{self._root / file}: ended while reading {name}; the file changed"
+                        f"{self._locate(file)}: ended while reading {name}; the file changed"
                         " after its header was read"
                     )
                 done += got
         except OSError as fault:
             raise CheckpointError(
-                f"{self._root / file}: reading {name} failed: {fault.strerror or fault}"
+                f"{self._locate(file)}: reading {name} failed: {fault.strerror or fault}"
             ) from fault
         finally:
             self._release(file)
@@ -80,6 +82,13 @@ class OpenFiles:
             return
         finally:
             self._release(file)
+
+    def forget(self, file: str) -> None:
+        """Close a file that is about to be deleted and that nobody reads."""
+        with self._lock:
+            descriptor = self._open.pop(file, None)
+            if descriptor is not None:
+                os.close(descriptor)
 
     def close(self) -> None:
         with self._lock:

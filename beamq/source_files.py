@@ -1,0 +1,177 @@
+"""A checkpoint's files, wherever they lie: the one seam between reading and where bytes come from.
+
+`SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub_files.HubFiles`
+a repository on the Hub. Small files have local paths in both. Shards are read by byte range:
+`read` for data that is worked on, `peek` for a few bytes here and there, `feed` around a loop that
+says beforehand which shards it will read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from beamq.errors import CheckpointError
+from beamq.header import TensorSpec, read_header
+from beamq.open_files import OpenFiles
+
+Header = tuple[list[TensorSpec], dict[str, str]]
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
+
+
+class Feed(Protocol):
+    """Keeps the shards of running jobs at hand; jobs are numbered as given to `feed`."""
+
+    def wait(self, job: int, stopped: Callable[[], bool]) -> None:
+        """Return when the job's shards can be read; raises what stands in the way."""
+
+    def finish(self, job: int) -> None:
+        """The job will read no more."""
+
+
+class SourceFiles(Protocol):
+    """See the module. `name` is for messages, `label` has no path in it, `stamp` tells versions
+    of the files apart, `parallel` is how many `peek`s are worth making at once."""
+
+    name: str
+    label: str
+    parallel: int
+
+    def folder(self) -> Path:
+        """A local folder with every file but the shards; fetched now if need be."""
+
+    def listing(self) -> Mapping[str, int]:
+        """Every file's path in the checkpoint and its bytes."""
+
+    def has(self, file: str) -> bool:
+        """Whether a file of that name is there, even as a dangling link."""
+
+    def path(self, file: str) -> Path:
+        """Where a small file lies, fetched now if need be."""
+
+    def header(self, file: str) -> Header:
+        """The checked header of a shard."""
+
+    def expect_headers(self, files: Sequence[str]) -> None:
+        """All of these headers will be asked for."""
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        """Fill `out`; `name` is the tensor, for messages."""
+
+    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
+        """A few bytes, not worth fetching a whole shard for."""
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        """A hint that these bytes will be read."""
+
+    def missing_nbytes(self) -> Mapping[str, int]:
+        """Shards that reading would fetch first, and their bytes."""
+
+    def feed(
+        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
+    ) -> AbstractContextManager[Feed]:
+        """Within the block, shards of `jobs` are fetched into `folder` in time, `budget` bytes at
+        most."""
+
+    def stamp(self, shards: Sequence[str]) -> str:
+        """The same text for the same files."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class NoFeed:
+    """For files that are all at hand."""
+
+    def wait(self, job: int, stopped: Callable[[], bool]) -> None:
+        """Nothing to wait for."""
+
+    def finish(self, job: int) -> None:
+        """Nothing to let go of."""
+
+
+class LocalFiles:
+    """A folder. Raises `CheckpointError` if there is none."""
+
+    parallel = 1
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
+        self.name = str(root)
+        self.label = root.resolve().name
+        self._root = root
+        self._open = OpenFiles(root)
+
+    def folder(self) -> Path:
+        """The folder itself."""
+        return self._root
+
+    def listing(self) -> Mapping[str, int]:
+        """Regular files and links to such, hidden ones and dangling links left out."""
+        found = {}
+        for path in sorted(self._root.rglob("*")):
+            relative = path.relative_to(self._root)
+            if not any(part.startswith(".") for part in relative.parts) and path.is_file():
+                found[relative.as_posix()] = path.stat().st_size
+        return found
+
+    def has(self, file: str) -> bool:
+        """Whether the name is there."""
+        return os.path.lexists(self._root / file)
+
+    def path(self, file: str) -> Path:
+        """Its place, whether it exists or not."""
+        return self._root / file
+
+    def header(self, file: str) -> Header:
+        """Read it now."""
+        return read_header(self._root / file, file)
+
+    def expect_headers(self, files: Sequence[str]) -> None:
+        """Nothing to gain."""
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        """A positional read."""
+        self._open.read(file, offset, out, name)
+
+    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
+        """The same."""
+        buffer = bytearray(nbytes)
+        self._open.read(file, offset, memoryview(buffer), name)
+        return bytes(buffer)
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        """Ask the kernel to read ahead; free to fail."""
+        self._open.advise(file, offset, nbytes)
+
+    def missing_nbytes(self) -> Mapping[str, int]:
+        """None: all is here."""
+        return {}
+
+    def feed(
+        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
+    ) -> AbstractContextManager[Feed]:
+        """Nothing to fetch."""
+        return nullcontext(NoFeed())
+
+    def stamp(self, shards: Sequence[str]) -> str:
+        """Sizes and modification times of the shards."""
+        lines = []
+        for file in shards:
+            status = os.stat(self._root / file)
+            lines.append(f"\n{file}\t{status.st_size}\t{status.st_mtime_ns}")
+        return "".join(lines)
+
+    def close(self) -> None:
+        """Close every open file."""
+        self._open.close()
+
+
+def travels(file: str) -> bool:
+    """Whether a file goes along with the weights: not weights, their indices, or hidden."""
+    hidden = any(part.startswith(".") for part in file.split("/"))
+    return not (hidden or file.endswith(WEIGHT_SUFFIXES) or file.endswith(".index.json"))
