@@ -1,0 +1,64 @@
+"""transformers loads what we write: FP8 as it is, decoded checkpoints as plain BF16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from beamq.checkpoint import open_checkpoint
+from beamq.convert import quantize
+from beamq.decode import dequantize
+
+
+def stacked(folder: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts of a per-expert BF16 folder in transformers' packed form."""
+    with open_checkpoint(folder) as checkpoint:
+        base = f"model.layers.{layer}.mlp.experts"
+        count = checkpoint.config["num_experts"]
+        gate_up = [
+            torch.cat([checkpoint.tensor(f"{base}.{e}.{p}_proj.weight") for p in ("gate", "up")])
+            for e in range(count)
+        ]
+        down = [checkpoint.tensor(f"{base}.{e}.down_proj.weight") for e in range(count)]
+    return torch.stack(gate_up), torch.stack(down)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-experts"])
+def test_fp8_loads_and_equals_our_decoding(beam_nano: Path, tmp_path: Path, recipe: str) -> None:
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    quantize(beam_nano, tmp_path / "fp8", recipe=recipe)
+    dequantize(tmp_path / "fp8", tmp_path / "bf16")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "fp8",
+        dtype=torch.bfloat16,
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        assert not info[kind], (kind, info[kind])
+    loaded = model.state_dict()
+    with open_checkpoint(tmp_path / "bf16") as decoded:
+        plain = [name for name in decoded.tensors if ".experts." not in name]
+        for name in plain:
+            assert loaded[name].equal(decoded.tensor(name)), name
+    for layer in range(3, 8):
+        gate_up, down = stacked(tmp_path / "bf16", layer)
+        prefix = f"model.layers.{layer}.mlp.experts."
+        assert loaded[prefix + "gate_up_proj"].equal(gate_up)
+        assert loaded[prefix + "down_proj"].equal(down)
+
+
+def test_a_decoded_nvfp4_checkpoint_loads_as_plain_bf16(beam_nano: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    quantize(beam_nano, tmp_path / "nvfp4", recipe="nvfp4-all", no_calibration=True)
+    dequantize(tmp_path / "nvfp4", tmp_path / "bf16")
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "bf16", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    gate_up, _ = stacked(tmp_path / "bf16", 4)
+    assert model.state_dict()["model.layers.4.mlp.experts.gate_up_proj"].equal(gate_up)
