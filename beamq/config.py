@@ -10,16 +10,17 @@ never from a pattern ("the first three are dense") that happens to hold for one 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import ConfigError
+from beamq import small_files
+from beamq.errors import BeamqError, ConfigError
 
 MODEL_TYPE = "beam"
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_LAYERS = 4096
+MAX_TENSORS = 1 << 20  # 27 times those of the 501B model; a config alone must not fill memory
 LAYER_KINDS = ("sliding_attention", "full_attention")
 MLP_KINDS = ("dense", "sparse")
 
@@ -73,6 +74,13 @@ class BeamConfig:
         return tuple(i for i, kind in enumerate(self.mlp_layer_types) if kind == "dense")
 
     @property
+    def tensor_count(self) -> int:
+        """Tensors that a checkpoint of this config holds, experts one by one; see `roles`."""
+        per_sparse = 2 + 3 * self.num_experts
+        layers = 12 * self.num_layers + 3 * len(self.dense_layers)
+        return layers + per_sparse * len(self.sparse_layers) + 3 - self.tie_word_embeddings
+
+    @property
     def full_layers(self) -> tuple[int, ...]:
         """Indices of the layers with full (global) attention."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "full_attention")
@@ -86,6 +94,7 @@ class BeamConfig:
                 f" {MODEL_TYPE!r}; beamq converts Beam checkpoints only"
             )
         layers = _integer(config, "num_hidden_layers", high=MAX_LAYERS)
+        layer_types = _kinds(config, "layer_types", LAYER_KINDS, layers)
         built = cls(
             hidden_size=_integer(config, "hidden_size"),
             intermediate_size=_integer(config, "intermediate_size"),
@@ -104,10 +113,10 @@ class BeamConfig:
             sliding_window=_integer(config, "sliding_window"),
             rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
             final_logit_softcapping=_number(config, "final_logit_softcapping", 30.0),
-            rope_theta=_rope_theta(config),
+            rope_theta=_rope_theta(config, layer_types),
             tie_word_embeddings=_flag(config, "tie_word_embeddings", False),
             max_position_embeddings=_integer(config, "max_position_embeddings", default=1 << 20),
-            layer_types=_kinds(config, "layer_types", LAYER_KINDS, layers),
+            layer_types=layer_types,
             mlp_layer_types=_kinds(config, "mlp_layer_types", MLP_KINDS, layers),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
         )
@@ -121,23 +130,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json_object(
-    path: Path, error: type[Exception], limit: int = MAX_CONFIG_BYTES
+    path: Path, error: type[BeamqError], limit: int = MAX_CONFIG_BYTES
 ) -> dict[str, Any]:
     """Parse a JSON file that must hold one object, raising `error` with the file's name."""
-    try:
-        size = path.stat().st_size
-        if size > limit:
-            raise error(f"{path}: {size} bytes, expected at most {limit}; not a file of this kind")
-        parsed = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise error(f"{path}: not found; is this a checkpoint folder?") from None
-    except OSError as fault:
-        raise error(f"{path}: cannot be read: {fault.strerror or fault}") from fault
-    except (ValueError, RecursionError) as fault:
-        raise error(f"{path}: not valid JSON: {str(fault)[:120]}") from None
-    if not isinstance(parsed, dict):
-        raise error(f"{path}: holds a {type(parsed).__name__}, expected a JSON object")
-    return parsed
+    return small_files.read_json_object(path, error, limit)
 
 
 def _fail(key: str, got: object, expected: str) -> ConfigError:
@@ -180,7 +176,7 @@ def _kinds(
     return tuple(value)
 
 
-def _rope_theta(config: dict[str, Any]) -> float:
+def _rope_theta(config: dict[str, Any], layer_types: tuple[str, ...]) -> float:
     """RoPE base of the sliding layers; full-attention layers have no position encoding."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict):
@@ -189,7 +185,7 @@ def _rope_theta(config: dict[str, Any]) -> float:
         raise _fail("rope_parameters.full_attention", rope["full_attention"], "null (NoPE)")
     sliding = rope.get("sliding_attention")
     if not isinstance(sliding, dict):
-        if "sliding_attention" in (config.get("layer_types") or ()):
+        if "sliding_attention" in layer_types:
             raise _fail("rope_parameters.sliding_attention", sliding, "an object with rope_theta")
         return 10_000.0
     if sliding.get("rope_type", "default") != "default":
@@ -212,3 +208,10 @@ def _check_relations(config: BeamConfig) -> None:
         raise _fail("topk_group", config.topk_group, f"at most n_group ({config.n_group})")
     if config.head_dim % 2:
         raise _fail("head_dim", config.head_dim, "an even number (RoPE turns pairs)")
+    if config.tensor_count > MAX_TENSORS:
+        raise _fail(
+            "num_experts",
+            config.num_experts,
+            f"fewer: with {config.num_layers} layers these are {config.tensor_count} tensors,"
+            f" beyond {MAX_TENSORS}",
+        )

@@ -33,7 +33,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from beamq.errors import DiskError
+from beamq.errors import DiskError, printable
 
 WIDTH = 80
 # A rule of hyphens under the header and nothing else: the same in every encoding.
@@ -149,7 +149,7 @@ def _print(stream: IO[str], blocks: Iterable[Block]) -> None:
                 console.print(_table(block))
             continue
         for line in [block] if isinstance(block, Command) else _fill(block):
-            console.print(Text(line), soft_wrap=True)
+            console.print(_text(line), soft_wrap=True)
     _write(stream, "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
 
 
@@ -175,8 +175,13 @@ def _table(grid: Grid) -> Table:
             overflow="fold",
         )
     for row in grid.rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*map(_text, row))
     return table
+
+
+def _text(words: str) -> Text:
+    """Words as they are; what would steer a terminal is shown, not sent."""
+    return Text(printable(words, len(words)))
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -31,10 +31,28 @@ from __future__ import annotations
 from typing import ClassVar
 
 
+def printable(text: str, limit: int = 300) -> str:
+    """`text` on one line, at most about `limit` characters, with escapes for what is no print."""
+    shown = text if len(text) <= limit else text[:limit] + "..."
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+MAX_MESSAGE = 2000
+
+
 class BeamqError(Exception):
-    """Base of every error raised on purpose. `str(error)` is ready to be shown."""
+    """Base of every error raised on purpose. `str(error)` is ready to be shown.
+
+    Names in messages come from files of strangers: what is not printable is escaped, so that no
+    message can steer a terminal, forge a second line or run on for ever.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, MAX_MESSAGE))
 
 
 class CheckFailed(BeamqError):

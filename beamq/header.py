@@ -9,14 +9,14 @@ the data section exactly, as the safetensors library demands; each range must be
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from beamq.errors import CheckpointError
+from beamq.errors import CheckpointError, printable
+from beamq.small_files import open_file, parse_json, unreadable
 
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -49,12 +49,13 @@ def read_header(path: Path, file: str) -> tuple[list[TensorSpec], dict[str, str]
     Returns the specs in file order and `__metadata__`. Raises `CheckpointError`.
     """
     try:
-        with path.open("rb") as stream:
-            return parse_header(path, file, path.stat().st_size, stream.read)
+        descriptor, status = open_file(path)
+        with open(descriptor, "rb") as stream:
+            return parse_header(path, file, status.st_size, stream.read)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: not found, or a link that points nowhere") from None
-    except OSError as fault:
-        raise CheckpointError(f"{path}: cannot be read: {fault.strerror or fault}") from fault
+    except (OSError, ValueError) as fault:
+        raise unreadable(path, fault, CheckpointError) from fault
 
 
 def parse_header(
@@ -84,18 +85,10 @@ def parse_header(
 
 
 def _parse_json(path: Path | str, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            double = sorted({name for name in names if names.count(name) > 1})
-            raise CheckpointError(f"{path}: header names {few(double)} twice")
-        return found
-
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as fault:
-        raise CheckpointError(f"{path}: header is not valid JSON: {str(fault)[:100]}") from None
+        header = parse_json(raw, unique=True)
+    except ValueError as fault:
+        raise CheckpointError(f"{path}: header is not valid JSON: {str(fault)[:200]}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is not a JSON object")
     return header
@@ -104,6 +97,8 @@ def _parse_json(path: Path | str, raw: bytes) -> dict[str, Any]:
 def _spec(path: Path | str, file: str, base: int, name: str, entry: Any) -> TensorSpec:
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path}: header entry {name[:100]!r} is not an object")
+    if not _is_text(name):
+        raise CheckpointError(f"{path}: name {name[:100]!r} cannot be written as UTF-8")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise CheckpointError(
@@ -126,6 +121,15 @@ def _spec(path: Path | str, file: str, base: int, name: str, entry: Any) -> Tens
     )
 
 
+def _is_text(name: str) -> bool:
+    """Whether a name can be written again: JSON lets half a surrogate pair through."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _naturals(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item < (1 << 62) for item in value
@@ -138,7 +142,7 @@ def _check_ranges(path: Path | str, specs: Iterable[TensorSpec], base: int, size
     for spec in specs:
         if spec.offset != position:
             what = "overlaps its neighbour" if spec.offset < position else "leaves a hole before it"
-            raise CheckpointError(f"{path}: {spec.name} at byte {spec.offset} {what}")
+            raise CheckpointError(f"{path}: {spec.name[:100]} at byte {spec.offset} {what}")
         position += spec.nbytes
     if position > size:
         raise CheckpointError(
@@ -151,5 +155,5 @@ def _check_ranges(path: Path | str, specs: Iterable[TensorSpec], base: int, size
 
 def few(items: list[str], count: int = 3) -> str:
     """The first few of many names, for a message."""
-    shown = ", ".join(item[:120] for item in items[:count])
+    shown = ", ".join(printable(item, 120) for item in items[:count])
     return shown + (f" and {len(items) - count} more" if len(items) > count else "")

@@ -16,7 +16,14 @@ import traceback
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
-from beamq.errors import BeamqError, Interrupted, MemoryBudgetError, MissingDependencyError
+from beamq.errors import (
+    BeamqError,
+    DiskError,
+    Interrupted,
+    MemoryBudgetError,
+    MissingDependencyError,
+    printable,
+)
 
 if TYPE_CHECKING:
     from beamq.console import Screen
@@ -44,6 +51,9 @@ def _named(raised: BaseException) -> BaseException:
         return MemoryBudgetError(
             "out of memory; fewer --workers or a smaller --max-host-memory need less"
         )
+    if isinstance(raised, OSError):
+        where = f"{raised.filename}: " if raised.filename is not None else ""
+        return DiskError(f"{where}{raised.strerror or raised}; check the path and the disk")
     if isinstance(raised, ModuleNotFoundError):
         package = (raised.name or "").partition(".")[0]
         if package and package != "beamq":
@@ -61,7 +71,7 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
     else:
         kind, code = "InternalError", 1
         remedy = "please report it" if debug else "run with --debug and report it"
-        text = f"internal error: {type(error).__name__}: {str(error)[:300]}; {remedy}"
+        text = f"internal error: {type(error).__name__}: {printable(str(error))}; {remedy}"
     _write(sys.stderr, f"error: {text}\n")
     if as_json:
         found = {"error": text, "kind": kind, "exit_code": code}

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from beamq.errors import printable
+
 Status = Literal["pass", "fail", "skip"]
 Level = Literal["structure", "tensors", "source"]
 
@@ -186,12 +188,6 @@ def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> C
     if reason is None and needs != "structure" and level == "structure":
         reason = "needs --level tensors"
     return CheckResult(name=name, status="skip", detail=reason or "nothing to examine")
-
-
-def printable(text: str, limit: int = 300) -> str:
-    """Names come from files of strangers: no control characters, no endless lines."""
-    kept = "".join(c if c.isprintable() else "?" for c in text[: limit + 1])
-    return kept if len(text) <= limit else kept[:limit] + "..."
 
 
 def few(items: Iterable[str], shown: int = 3) -> str:
