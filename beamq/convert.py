@@ -1,7 +1,8 @@
 """From a source and a recipe to a folder that the engines load: the whole of `beamq quantize`.
 
 Everything that can be known before the first long read is checked before it: names, shapes,
-patterns, scales, memory; then the runner checks disk and small tensors and does the work.
+patterns, scales, memory; then the runner checks disk and small tensors and does the work. Where
+NVFP4 has no statistics to take its input scales from, the run calibrates on the way (`one_pass`).
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from beamq import output_folder
-from beamq.checkpoint import open_checkpoint
+from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.finalise import finalise
-from beamq.input_scales import choose_input_scales
+from beamq.input_scales import check_options, given_input_scales
 from beamq.journal import ShardRecord
 from beamq.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from beamq.ranks import current_ranks
@@ -28,6 +29,11 @@ from beamq.runner import (
     check_memory,
     default_workers,
 )
+from beamq.scale_source import ScaleSource
+
+if TYPE_CHECKING:
+    from beamq.calib.data import CalibrationData
+    from beamq.calib.forward import LayerDone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +54,15 @@ def quantize(
     recipe: str | Recipe = "nvfp4",
     calibration: str | Path | None = None,
     no_calibration: bool = False,
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    seed: int | None = None,
+    experts: str | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    max_device_memory: int | None = None,
+    statistics: str | Path | None = None,
     exclude: Sequence[str] = (),
     kv_cache: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -56,51 +71,75 @@ def quantize(
     resume: bool = False,
     overwrite: bool = False,
     dry_run: bool = False,
-    on_plan: Callable[[Plan], None] | None = None,
+    on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_data: Callable[[CalibrationData], None] = lambda data: None,
+    on_layer: Callable[[LayerDone], None] = lambda done: None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> QuantizeResult:
     """Convert a BF16, F16 or F32 Beam checkpoint into an NVFP4 or FP8 one.
 
-    `source` and `output` are folders. NVFP4 needs input scales: `calibration` (a statistics
-    file) or `no_calibration` (constant 1.0). `max_host_memory` bounds the buffers, in bytes.
-    `on_plan` is called before work, `on_progress` about every 32 MiB, from worker threads.
+    `source` and `output` are folders. NVFP4 needs input scales: from `calibration` (a statistics
+    file), or constant with `no_calibration`; otherwise the run calibrates on the way, reading each
+    source byte once. `data` to `max_device_memory` say how (see `CalibrationOptions`; without
+    `data`, on the default text), and `statistics` is a file to keep what was seen.
+    `max_host_memory` bounds the conversion's buffers, in bytes. `on_plan` is called before work,
+    `on_data` with the tokens to calibrate on, `on_layer` after each calibrated layer, `on_progress`
+    about every 32 MiB, from worker threads.
     Raises `BeamqError`s: `InputError` kinds before any work where headers can tell,
-    `TensorError` for non-finite weights as they are met, `EnvironmentFault` kinds for disk and
-    memory, `Interrupted` on SIGINT or SIGTERM; all but the first leave a resumable output.
+    `TensorError` for non-finite weights as they are met, `CalibrationError` for data or for
+    activations that are not finite, `EnvironmentFault` kinds for disk and memory, `Interrupted`
+    on SIGINT or SIGTERM; all but the first leave a resumable output.
     """
     begun = time.monotonic()
     source, output = Path(source).expanduser(), Path(output).expanduser()
     ranks = current_ranks()
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
+    asked = _asked(
+        data=tuple(data) or None,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        experts=experts,
+        dtype=dtype,
+        max_device_memory=max_device_memory,
+    )
     output_folder.check_places(source, output)
     with open_checkpoint(source) as checkpoint:
         plan = make_plan(checkpoint, chosen, max_shard_bytes=max_shard_bytes)
-        scales = choose_input_scales(
+        check_options(
+            plan,
+            calibration=calibration,
+            no_calibration=no_calibration,
+            calibrate=bool(asked) or statistics is not None,
+        )
+        scales: ScaleSource | None = given_input_scales(
             plan, checkpoint, calibration=calibration, no_calibration=no_calibration
         )
         check_memory(plan, max_host_memory)
-        if on_plan is not None and ranks.first:
+        if ranks.first:
             on_plan(plan)
         manifest, kept = None, 0
         if not dry_run:
+            if scales is None:
+                from beamq.calib.options import CalibrationOptions
+                from beamq.one_pass import OnePass
 
-            def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
-                return finalise(
+                scales = OnePass(
+                    checkpoint,
                     plan,
-                    source=checkpoint.root,
-                    source_config=checkpoint.config,
-                    output=output,
-                    records=records,
-                    input_scales=scales.record,
+                    output,
+                    CalibrationOptions(device=device, **asked),
+                    ranks,
+                    statistics=None if statistics is None else Path(statistics).expanduser(),
+                    on_data=on_data,
+                    on_layer=on_layer,
                 )
-
             manifest, kept = Runner(
                 checkpoint=checkpoint,
                 work=plan,
                 output=output,
-                input_scale=scales.of,
-                input_scales_digest=scales.digest,
+                scales=scales,
                 ranks=ranks,
                 options=RunOptions(
                     workers=workers or default_workers(),
@@ -109,7 +148,7 @@ def quantize(
                     overwrite=overwrite,
                     on_progress=on_progress,
                 ),
-                finalise=finish,
+                finalise=_finalise(checkpoint, plan, output, scales),
             ).run()
     return QuantizeResult(
         output=output,
@@ -118,3 +157,25 @@ def quantize(
         seconds=time.monotonic() - begun,
         resumed_shards=kept,
     )
+
+
+def _asked(**options: Any) -> dict[str, Any]:
+    """The options of a calibration that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _finalise(
+    checkpoint: Checkpoint, plan: Plan, output: Path, scales: ScaleSource
+) -> Callable[[Mapping[str, ShardRecord]], dict[str, Any]]:
+    def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+        return finalise(
+            plan,
+            source=checkpoint.root,
+            source_config=checkpoint.config,
+            output=output,
+            records=records,
+            input_scales=scales.record,
+            files=scales.files,
+        )
+
+    return finish

@@ -26,6 +26,7 @@ from beamq.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
 from beamq.ranks import current_ranks
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
 from beamq.runner import DEFAULT_MEMORY_BYTES, Progress, Runner, RunOptions, default_workers
+from beamq.scale_source import no_scales
 from beamq.shards import copy_file, write_json
 from beamq.sources import Companion, SourceRange, companion_files
 from beamq.version import __version__
@@ -72,8 +73,7 @@ def dequantize(
             checkpoint=source,
             work=work,
             output=output,
-            input_scale=_none_needed,
-            input_scales_digest="none",
+            scales=no_scales("decoding needs no input scale"),
             ranks=current_ranks(),
             options=RunOptions(
                 workers=workers or default_workers(),
@@ -215,7 +215,3 @@ def _numel(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
-
-
-def _none_needed(module: str) -> float:
-    raise RuntimeError(f"{module}: decoding needs no input scale")

@@ -35,12 +35,18 @@ def finalise(
     output: Path,
     records: Mapping[str, ShardRecord],
     input_scales: Mapping[str, Any],
+    files: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Write everything but the shards. Returns the manifest. Raises `DiskError`."""
+    """Write everything but the shards. Returns the manifest. Raises `DiskError`.
+
+    `files` are further texts to keep in the folder, by name.
+    """
     block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
     manifest = build_manifest(plan, records, input_scales)
     for companion in plan.companions:
         copy_file(source / companion.source, output / companion.target)
+    for name, text in files.items():
+        write_file(output / name, text.encode())
     write_file(output / "README.md", model_card(plan, source_config, source, input_scales).encode())
     write_json(output / INDEX_NAME, build_index(plan))
     if plan.recipe.format == "nvfp4":

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from beamq import output_folder
 from beamq.checkpoint import Checkpoint
@@ -25,9 +25,10 @@ from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
 from beamq.journal import Identity, Journal, OutputLock, ShardRecord, check_identity
 from beamq.open_shards import OpenShards
 from beamq.output_folder import MANIFEST_NAME
-from beamq.plan import Job, Work
+from beamq.plan import Work
 from beamq.preflight import check_small_tensors
 from beamq.ranks import Ranks, share
+from beamq.scale_source import ScaleSource
 from beamq.shards import publish
 from beamq.signals import stop_on_signals
 from beamq.version import __version__
@@ -53,20 +54,6 @@ class RunOptions:
     resume: bool
     overwrite: bool
     on_progress: Callable[[Progress], None] | None
-
-
-class Feed(Protocol):
-    """Something that converts jobs on its own way, before the crew takes what is left."""
-
-    def run(
-        self,
-        jobs: Sequence[Job],
-        shards: OpenShards,
-        *,
-        advance: Callable[[int], None],
-        stop: threading.Event,
-    ) -> Set[int]:
-        """The `id` of each of `jobs` whose result was added to `shards`."""
 
 
 Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
@@ -103,26 +90,23 @@ class Runner:
         checkpoint: Checkpoint,
         work: Work,
         output: Path,
-        input_scale: Callable[[str], float],
-        input_scales_digest: str,
+        scales: ScaleSource,
         ranks: Ranks,
         options: RunOptions,
         finalise: Finalise,
-        feed: Feed | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._work = work
         self._output = output
-        self._input_scale = input_scale
+        self._scales = scales
         self._ranks = ranks
         self._options = options
         self._finalise = finalise
-        self._feed = feed
         self._identity = Identity(
             version=__version__,
             source=work.source_fingerprint,
             recipe=work.recipe_digest,
-            input_scales=input_scales_digest,
+            input_scales=scales.digest,
             plan=work.digest(),
             checksum=DEFAULT_ALGORITHM,
         )
@@ -174,7 +158,7 @@ class Runner:
             **(digests if isinstance(digests, dict) else {}),
             "version": manifest.get("beamq"),
             "checksum": manifest.get("checksum"),
-            "input_scales": scales.get("digest") if isinstance(scales, dict) else None,
+            "input_scales": scales.get(self._scales.key) if isinstance(scales, dict) else None,
         }
         check_identity(self._identity, recorded, self._output)
         return manifest
@@ -220,8 +204,8 @@ class Runner:
                 stop_on_signals(stop),
                 OpenShards(work, self._output, journal, jobs, stop) as shards,
             ):
-                if self._feed is not None:
-                    done = self._feed.run(jobs, shards, advance=meter.advance, stop=stop)
+                if self._scales.feed is not None:
+                    done = self._scales.feed.run(jobs, shards, advance=meter.advance, stop=stop)
                     jobs = [job for job in jobs if id(job) not in done]
                 Crew(
                     self._checkpoint,
@@ -229,7 +213,7 @@ class Runner:
                     shards,
                     workers=self._options.workers,
                     memory_budget=self._options.memory,
-                    input_scale=self._input_scale,
+                    input_scale=self._scales.of,
                     advance=meter.advance,
                     stop=stop,
                 ).run()

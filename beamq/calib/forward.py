@@ -1,6 +1,6 @@
 """The forward pass that calibration watches: all samples through all layers, resumable.
 
-In: a checkpoint, `CalibrationOptions`, `CalibrationData`. Out: `CalibrationStats`.
+In: `Prepared` (checkpoint, options, data, device). Out: `CalibrationStats`.
 
     embed -> [layer: forward, collect, meet, look for bad tokens, `after`, save] ... -> statistics
 
@@ -22,8 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from beamq.calib.collect import Collector
-from beamq.calib.data import CalibrationData
-from beamq.calib.options import CalibrationOptions
+from beamq.calib.prepared import Prepared
 from beamq.calib.state import RunState
 from beamq.calib.stats import CalibrationStats
 from beamq.calib.watch import TokenWatch, combine
@@ -120,25 +119,21 @@ class CalibrationPass:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
-        options: CalibrationOptions,
-        data: CalibrationData,
-        *,
-        device: torch.device,
-        ranks: Ranks,
+        prepared: Prepared,
         state: RunState,
-        fingerprint: str,
+        *,
         tap: Tap | None = None,
         after: Callable[[LayerDone], None] = lambda done: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
+        checkpoint, options, data = prepared.checkpoint, prepared.options, prepared.data
         self._checkpoint = checkpoint
         self._config = BeamConfig.from_dict(checkpoint.config)
         self._options = options
         self._data = data
-        self._device = device
+        self._device = device = prepared.device
         self._dtype = getattr(torch, options.dtype)
-        self._ranks = ranks
+        self._ranks = prepared.ranks
         self._state = state
         self._after = after
         self._tap = tap
@@ -157,12 +152,12 @@ class CalibrationPass:
         )
         self._stats = CalibrationStats(
             model_name=checkpoint.root.resolve().name,
-            model_fingerprint=fingerprint,
+            model_fingerprint=prepared.fingerprint,
             experts=options.experts,
             total_tokens=data.tokens,
             inputs={},
             routed_tokens={},
-            data=({**data.to_dict(), "activations": options.dtype},),
+            data=(prepared.data_record(),),
             versions={
                 "beamq": __version__,
                 "python": platform.python_version(),
@@ -173,6 +168,9 @@ class CalibrationPass:
 
     def run(self) -> CalibrationStats:
         """All layers. Raises `CalibrationError`, `MemoryBudgetError`, `Interrupted`, ..."""
+        final = self._state.load_final()
+        if final is not None:
+            return final
         exchange = exchange_for(self._ranks, self._config)
         plan = self._device_plan(exchange)
         loader = LayerLoader(

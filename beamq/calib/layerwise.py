@@ -13,21 +13,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from beamq.calib.data import CalibrationData, load_calibration_data
+from beamq.calib.data import CalibrationData
 from beamq.calib.options import CalibrationOptions
+from beamq.calib.prepared import Prepared
 from beamq.calib.stats import CalibrationStats, ExpertsMode
 from beamq.calib.stats_file import load_stats, save_stats
-from beamq.checkpoint import Checkpoint, open_checkpoint
+from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.journal import OutputLock
-from beamq.ranks import Ranks, current_ranks
+from beamq.ranks import current_ranks
 from beamq.signals import stop_on_signals
 from beamq.sources import map_sources
 
 if TYPE_CHECKING:
-    import torch
-
     from beamq.calib.forward import LayerDone
     from beamq.calib.state import RunState
 
@@ -89,42 +88,6 @@ def calibrate(
             return _run(target, prepared, resume, overwrite, on_layer)
     finally:
         ranks.leave()
-
-
-class Prepared:
-    """What a pass needs and can be made before it: data, device, fingerprint."""
-
-    def __init__(self, checkpoint: Checkpoint, options: CalibrationOptions, ranks: Ranks) -> None:
-        from beamq.calib.forward import choose_device  # torch, only where a model runs
-
-        self.checkpoint = checkpoint
-        self.options = options
-        self.ranks = ranks
-        self.device: torch.device = choose_device(options.device, ranks)
-        samples, length = options.size(self.device.type, checkpoint.config)
-        self.data = load_calibration_data(
-            options.data,
-            checkpoint.root,
-            samples=samples,
-            sequence_length=length,
-            seed=options.seed,
-        )
-        self.fingerprint = checkpoint.content_digest()
-
-    def identity(self) -> dict[str, str]:
-        """What must be equal for a run to continue another."""
-        import torch
-
-        from beamq.version import __version__
-
-        return {
-            "version of beamq": __version__,
-            "version of torch": torch.__version__,
-            "source": self.checkpoint.fingerprint(),
-            "data": self.data.digest,
-            "device": self.device.type,
-            **self.options.recorded(),
-        }
 
 
 def _finished(
@@ -194,17 +157,7 @@ def run_pass(
         if prepared.ranks.first:
             on_layer(layer)
 
-    run = CalibrationPass(
-        prepared.checkpoint,
-        prepared.options,
-        prepared.data,
-        device=prepared.device,
-        ranks=prepared.ranks,
-        state=state,
-        fingerprint=prepared.fingerprint,
-        after=after,
-        stopped=stop.is_set,
-    )
+    run = CalibrationPass(prepared, state, after=after, stopped=stop.is_set)
     with stop_on_signals(stop):
         try:
             return run.run()

@@ -3,6 +3,7 @@
     identity.json                what run this is
     stats-0007.safetensors       statistics of layers 0 .. 7
     hidden-0007.safetensors      hidden states behind layer 7, one tensor a batch
+    stats.safetensors            statistics of all layers, where a conversion goes on after them
 
 The statistics come first; once the hidden states have their name, both are whole, and what was
 saved before goes. Everything is exact, so the result of a resumed run has the same bits.
@@ -33,6 +34,7 @@ from beamq.shards import OutputTensor, Shard, ShardWriter, disk_errors, write_js
 from beamq.torch_dtypes import TORCH_DTYPES
 
 IDENTITY = "identity.json"
+FINAL = "stats.safetensors"
 COST_SHARE = 20  # saving may take a twentieth of the time
 _HIDDEN = re.compile(r"hidden-(\d{4})\.safetensors")
 _NAMES = {str(dtype): name for name, dtype in TORCH_DTYPES.items()}
@@ -118,6 +120,15 @@ class RunState:
                 (self.folder / name).unlink()
         self._saved_at = time.monotonic()
         self._cost = self._saved_at - begun
+
+    def save_final(self, stats: CalibrationStats) -> None:
+        """Save the statistics of the whole run, for a caller that has more to do with them."""
+        save_stats(stats, self.folder / FINAL)
+
+    def load_final(self) -> CalibrationStats | None:
+        """The statistics of the whole run, if it was finished."""
+        path = self.folder / FINAL
+        return load_stats(path) if path.exists() else None
 
     def remove(self) -> None:
         """Delete the folder: the run is complete."""

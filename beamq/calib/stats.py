@@ -25,8 +25,10 @@ Limits: numpy only, on purpose (converting needs these values but not torch).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -122,6 +124,11 @@ class CalibrationStats:
         """Digest of each data set behind these statistics."""
         return tuple(str(record["digest"]) for record in self.data)
 
+    @property
+    def run_digest(self) -> str:
+        """Digest of what was run, known before it is: model, data, mode, activations' dtype."""
+        return run_digest(self.model_fingerprint, self.experts, self.data)
+
     def check_model(self, fingerprint: str, name: str) -> None:
         """Raise `CalibrationError` unless these statistics are of the model `fingerprint`."""
         if fingerprint != self.model_fingerprint:
@@ -147,6 +154,13 @@ class CalibrationStats:
             inputs={**self.inputs, **inputs},
             routed_tokens={**self.routed_tokens, **routed_tokens},
         )
+
+
+def run_digest(fingerprint: str, experts: str, data: Iterable[Mapping[str, Any]]) -> str:
+    """SHA-256 over what decides a run's largest magnitudes, but for the kind of device."""
+    runs = [[str(record["digest"]), str(record.get("activations"))] for record in data]
+    text = json.dumps([fingerprint, experts, runs])
+    return hashlib.sha256(f"beamq calibration 1\n{text}".encode()).hexdigest()
 
 
 def entry_of(module: str) -> tuple[str, int | None]:

@@ -1,0 +1,56 @@
+"""What a calibration needs and can have before its first layer: data, device, who the model is.
+
+In: an opened source and `CalibrationOptions`. Out: `Prepared`. Faults of the data, the device or
+the options end the run here, before any work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from beamq.calib.data import load_calibration_data
+from beamq.calib.options import CalibrationOptions
+from beamq.checkpoint import Checkpoint
+from beamq.ranks import Ranks
+from beamq.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Prepared:
+    """Raises `CalibrationError`, `UsageError` or `DeviceError` when made."""
+
+    def __init__(self, checkpoint: Checkpoint, options: CalibrationOptions, ranks: Ranks) -> None:
+        from beamq.calib.forward import choose_device  # torch, only where a model runs
+
+        self.checkpoint = checkpoint
+        self.options = options
+        self.ranks = ranks
+        self.device: torch.device = choose_device(options.device, ranks)
+        samples, length = options.size(self.device.type, checkpoint.config)
+        self.data = load_calibration_data(
+            options.data,
+            checkpoint.root,
+            samples=samples,
+            sequence_length=length,
+            seed=options.seed,
+        )
+        self.fingerprint = checkpoint.content_digest()
+
+    def data_record(self) -> dict[str, Any]:
+        """What the statistics say of the data, and of how it was run."""
+        return {**self.data.to_dict(), "activations": self.options.dtype}
+
+    def identity(self) -> dict[str, str]:
+        """What must be equal for a run to continue another."""
+        import torch
+
+        return {
+            "version of beamq": __version__,
+            "version of torch": torch.__version__,
+            "source": self.checkpoint.fingerprint(),
+            "data": self.data.digest,
+            "device": self.device.type,
+            **self.options.recorded(),
+        }

@@ -1,0 +1,153 @@
+"""Calibrate and convert in one pass over the source: the feed behind `quantize --data`.
+
+In: a plan's jobs and `CalibrationOptions`. Out: shards, and the statistics from which their input
+scales came.
+
+One process reads each source byte once: the forward pass reads a layer, `TapEngine` converts it
+from the same buffers, and its input scales are written when its last sample has left it. What
+the forward pass never reads (the head, the last norm, tensors that are not Beam's) is left to
+the crew, and so are earlier layers of a resumed run whose shards were not finished. The output
+has the same bytes as `calibrate` followed by `quantize --calibration`.
+
+The pass saves its state in the output's state folder, so a killed run goes on from the last
+layer saved there. Limits: under torchrun the pass runs first, experts split over ranks, and the
+conversion after it, split by shards: shards are not shared between processes, so there the source
+is read twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from beamq.calib.data import CalibrationData
+from beamq.calib.options import CalibrationOptions
+from beamq.calib.prepared import Prepared
+from beamq.calib.scales import input_scales
+from beamq.calib.stats import CalibrationStats, run_digest
+from beamq.calib.stats_file import save_stats
+from beamq.checkpoint import Checkpoint
+from beamq.input_scales import from_statistics
+from beamq.journal import STATE_DIR
+from beamq.open_shards import OpenShards
+from beamq.plan import Job, Plan
+from beamq.ranks import Ranks
+from beamq.scale_source import Feed, KnownScales
+
+if TYPE_CHECKING:
+    from beamq.calib.forward import LayerDone
+    from beamq.tap_engine import TapEngine
+
+STATE_NAME = "calibration"
+
+
+class OnePass:
+    """A `ScaleSource` and its own `Feed`.
+
+    Made once options are checked: it loads the data and looks for the device. `statistics` is a
+    file to save them in as well.
+    """
+
+    key = "calibration"
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        plan: Plan,
+        output: Path,
+        options: CalibrationOptions,
+        ranks: Ranks,
+        *,
+        statistics: Path | None = None,
+        on_data: Callable[[CalibrationData], None] = lambda data: None,
+        on_layer: Callable[[LayerDone], None] = lambda done: None,
+    ) -> None:
+        self._prepared = Prepared(checkpoint, options, ranks)
+        self._plan = plan
+        self._state_folder = output / STATE_DIR / STATE_NAME
+        self._statistics = statistics
+        self._on_layer = on_layer
+        self._known: KnownScales | None = None
+        self.digest = run_digest(
+            self._prepared.fingerprint, options.experts, [self._prepared.data_record()]
+        )
+        if ranks.first:
+            on_data(self._prepared.data)
+
+    @property
+    def feed(self) -> Feed:
+        """This."""
+        return self
+
+    @property
+    def record(self) -> Mapping[str, Any]:
+        """What the manifest says of the scales."""
+        return self._after_the_pass().record
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """Texts to keep beside the weights."""
+        return self._after_the_pass().files
+
+    def of(self, module: str) -> float:
+        """The scale of one linear. Raises `CalibrationError` for one that was not looked at."""
+        return self._after_the_pass().of(module)
+
+    def _after_the_pass(self) -> KnownScales:
+        if self._known is None:
+            raise RuntimeError("input scales were asked for before the calibration was run")
+        return self._known
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        shards: OpenShards,
+        *,
+        advance: Callable[[int], None],
+        stop: threading.Event,
+    ) -> Set[int]:
+        """See `Feed`."""
+        from beamq.tap_engine import TapEngine  # torch, only where a model runs
+
+        prepared = self._prepared
+        engine: TapEngine | None = None
+        if prepared.ranks.world == 1:
+            engine = TapEngine(
+                prepared.checkpoint, jobs, shards, advance=advance, stopped=stop.is_set
+            )
+        with prepared.ranks.talking():
+            stats = self._pass(engine, stop)
+        self._known = from_statistics(self._plan, stats)
+        return frozenset() if engine is None else engine.done
+
+    def _pass(self, engine: TapEngine | None, stop: threading.Event) -> CalibrationStats:
+        from beamq.calib.forward import CalibrationPass
+        from beamq.calib.state import RunState
+
+        prepared, ranks = self._prepared, self._prepared.ranks
+        state = RunState(self._state_folder, prepared.identity())
+
+        def after(done: LayerDone) -> None:
+            if engine is not None:
+                scales = input_scales(done.stats, self._plan.config)
+                engine.finish_layer(done.layer, lambda module: float(scales.scale(module)))
+            if ranks.first:
+                self._on_layer(done)
+
+        if ranks.first:
+            state.begin(resume=True)
+        ranks.gather(None)  # nobody looks for a state before it is there
+        stats = CalibrationPass(
+            prepared,
+            state,
+            tap=None if engine is None else engine.tap,
+            after=after,
+            stopped=stop.is_set,
+        ).run()
+        if ranks.first:
+            state.save_final(stats)
+            if self._statistics is not None:
+                save_stats(stats, self._statistics)
+        return stats
