@@ -1,7 +1,8 @@
-"""READ: a checkpoint folder as headers plus byte ranges; nothing is loaded that nobody asked for.
+"""READ: a checkpoint as headers plus byte ranges; nothing is loaded that nobody asked for.
 
-In: a folder of safetensors files, possibly written by a stranger. Out: a `Checkpoint`: its
-config, every tensor's dtype, shape, file and byte range, and positional reads of those ranges.
+In: a folder of safetensors files, possibly written by a stranger, or `org/name[@revision]` on the
+Hub. Out: a `Checkpoint`: its config, every tensor's dtype, shape, file and byte range, and
+positional reads of those ranges. Where the bytes come from is `SourceFiles`' business.
 
 Headers are treated as hostile: sizes are bounded by the file before anything is allocated,
 every offset is checked against its neighbours and against dtype x shape, names may not leave
@@ -14,15 +15,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from beamq.config import read_config, read_json_object
-from beamq.errors import CheckpointError, TensorError
-from beamq.header import TensorSpec, few, read_header
-from beamq.open_files import OpenFiles
+from beamq.config import read_json_object
+from beamq.errors import CheckpointError, ConfigError, TensorError
+from beamq.header import TensorSpec, few
+from beamq.hub_repo import hub_source, open_repo
+from beamq.source_files import Feed, LocalFiles, SourceFiles
 
 if TYPE_CHECKING:
     import torch
@@ -32,19 +36,38 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 1 << 30
 SAMPLE_BYTES = 4096
+HUB_STAMP = "hub:"  # what a repository's fingerprint begins with
 
 
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
     """An opened checkpoint. Reads are thread safe; `close` (or `with`) releases the files."""
 
-    root: Path
     config: dict[str, Any]
     tensors: dict[str, TensorSpec]
     files: tuple[str, ...]
     metadata: dict[str, dict[str, str]]
     has_index: bool
-    _fds: OpenFiles = field(repr=False)
+    source: SourceFiles = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """For messages: the folder, or `org/name@commit`."""
+        return self.source.name
+
+    @property
+    def label(self) -> str:
+        """What records may show: the folder's own name, or `org/name`; never a path."""
+        return self.source.label
+
+    @property
+    def root(self) -> Path:
+        """A local folder with config, tokenizer and all else but the shards.
+
+        The checkpoint's folder; of a repository on the Hub, these files are fetched into its
+        cache when first asked for.
+        """
+        return self.source.folder()
 
     def read_into(self, spec: TensorSpec, out: memoryview, start: int = 0) -> None:
         """Fill `out` (bytes) with the tensor's bytes from `start`.
@@ -53,7 +76,31 @@ class Checkpoint:
         """
         if start < 0 or start + out.nbytes > spec.nbytes:
             raise ValueError(f"{spec.name}: range {start}+{out.nbytes} of {spec.nbytes} bytes")
-        self._fds.read(spec.file, spec.offset + start, out, spec.name)
+        self.source.read(spec.file, spec.offset + start, out, spec.name)
+
+    def peek_many(self, wanted: Sequence[tuple[TensorSpec, int, int]]) -> Iterator[bytes]:
+        """Small ranges (tensor, start, nbytes) from all over the model, in order.
+
+        Of a repository on the Hub: many range requests at once, no shard is fetched.
+        """
+
+        def peek(item: tuple[TensorSpec, int, int]) -> bytes:
+            spec, start, nbytes = item
+            return self.source.peek(spec.file, spec.offset + start, nbytes, spec.name)
+
+        parallel = self.source.parallel
+        if parallel == 1:
+            yield from map(peek, wanted)
+            return
+        with ThreadPoolExecutor(parallel, thread_name_prefix="beamq-peek") as pool:
+            for begin in range(0, len(wanted), 2 * parallel):
+                yield from pool.map(peek, wanted[begin : begin + 2 * parallel])
+
+    def feed(
+        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
+    ) -> AbstractContextManager[Feed]:
+        """Around a loop over jobs, each of which reads the shards named; see `SourceFiles.feed`."""
+        return self.source.feed(jobs, folder, budget)
 
     def read(self, name: str) -> bytearray:
         """All bytes of one tensor, in a new buffer."""
@@ -74,21 +121,23 @@ class Checkpoint:
         try:
             return self.tensors[name]
         except KeyError:
-            raise TensorError(f"{self.root}: tensor {name} is missing") from None
+            raise TensorError(f"{self.name}: tensor {name} is missing") from None
 
     def advise(self, spec: TensorSpec, start: int, nbytes: int) -> None:
         """Ask the kernel to read part of a tensor ahead; a hint, free to fail."""
-        self._fds.advise(spec.file, spec.offset + start, nbytes)
+        self.source.advise(spec.file, spec.offset + start, nbytes)
 
     def fingerprint(self) -> str:
-        """SHA-256 over config, names, dtypes, shapes, places, sizes and modification times.
+        """What tells "the same files" from "changed since".
 
-        Tells "the same files" from "changed since"; content is covered by per-shard checksums.
+        Of a folder a SHA-256 over config, names, dtypes, shapes, places, sizes and modification
+        times; content is covered by per-shard checksums. Of a repository its name and commit.
         """
+        stamp = self.source.stamp(self.files)
+        if stamp.startswith(HUB_STAMP):
+            return stamp
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        for file in self.files:
-            status = os.stat(self.root / file)
-            digest.update(f"\n{file}\t{status.st_size}\t{status.st_mtime_ns}".encode())
+        digest.update(stamp.encode())
         digest.update(self.layout_digest().encode())
         return digest.hexdigest()
 
@@ -107,20 +156,23 @@ class Checkpoint:
         thousand reads for a 501B model. The same for copies and for other shardings.
         """
         digest = hashlib.sha256()
-        for position, name in enumerate(sorted(self.tensors)):
-            spec = self.tensors[name]
-            digest.update(f"{name}\t{spec.dtype}\t{spec.shape}\n".encode())
-            if ".experts." in name and position % 16:
-                continue
-            size = min(spec.nbytes, SAMPLE_BYTES)
-            sample = bytearray(size)
-            self.read_into(spec, memoryview(sample), (spec.nbytes - size) // 2)
-            digest.update(sample)
+        specs = [self.tensors[name] for name in sorted(self.tensors)]
+        sampled = [
+            ".experts." not in spec.name or position % 16 == 0
+            for position, spec in enumerate(specs)
+        ]
+        values = self.peek_many(
+            [_middle(spec) for spec, chosen in zip(specs, sampled, strict=True) if chosen]
+        )
+        for spec, chosen in zip(specs, sampled, strict=True):
+            digest.update(f"{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
+            if chosen:
+                digest.update(next(values))
         return digest.hexdigest()
 
     def close(self) -> None:
         """Close every open file."""
-        self._fds.close()
+        self.source.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -129,22 +181,47 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(folder: str | Path) -> Checkpoint:
-    """Read a folder's config, index and all headers; no tensor data.
+def _middle(spec: TensorSpec) -> tuple[TensorSpec, int, int]:
+    """The range in the middle of a tensor that stands for it."""
+    size = min(spec.nbytes, SAMPLE_BYTES)
+    return spec, (spec.nbytes - size) // 2, size
 
+
+def open_checkpoint(source: str | Path, *, cache_bytes: int | None = None) -> Checkpoint:
+    """Read a checkpoint's config, index and all headers; no tensor data.
+
+    `source` is a folder, or `org/name[@revision]` on the Hub; what exists on disk is a folder,
+    however it is spelled. `cache_bytes` bounds the shards of a repository that are on disk at a
+    time when reading it outside of a `feed`.
     Raises `CheckpointError` for anything broken, with the file's name; `ConfigError` for
-    config.json.
+    config.json; `HubError` and `HubUnreachableError`.
     """
-    root = Path(folder).expanduser()
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
-    config = read_config(root)
-    files, weight_map = _weight_files(root)
+    files = open_files(source, cache_bytes=cache_bytes)
+    try:
+        return _open(files)
+    except BaseException:
+        files.close()
+        raise
+
+
+def open_files(source: str | Path, *, cache_bytes: int | None = None) -> SourceFiles:
+    """The files of a folder or of a repository on the Hub, before anything of them is read."""
+    asked = hub_source(source)
+    if asked is None:
+        return LocalFiles(Path(source).expanduser())
+    from beamq.hub_files import DEFAULT_CACHE_BYTES, HubFiles
+
+    return HubFiles(open_repo(asked), cache_bytes or DEFAULT_CACHE_BYTES)
+
+
+def _open(files: SourceFiles) -> Checkpoint:
+    config = read_json_object(files.path("config.json"), ConfigError)
+    shards, weight_map = _weight_files(files)
     tensors: dict[str, TensorSpec] = {}
     metadata: dict[str, dict[str, str]] = {}
-    for file in files:
-        specs, meta = read_header(root / file, file)
-        metadata[file] = meta
+    files.expect_headers(shards)
+    for file in shards:
+        specs, metadata[file] = files.header(file)
         for spec in specs:
             earlier = tensors.get(spec.name)
             if earlier is not None:
@@ -153,56 +230,58 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
                 )
             tensors[spec.name] = spec
     if weight_map is not None:
-        _check_index(root, weight_map, tensors)
+        _check_index(f"{files.name}/{INDEX_NAME}", weight_map, tensors)
     return Checkpoint(
-        root=root,
         config=config,
         tensors=tensors,
-        files=tuple(files),
+        files=tuple(shards),
         metadata=metadata,
         has_index=weight_map is not None,
-        _fds=OpenFiles(root),
+        source=files,
     )
 
 
-def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
+def _weight_files(source: SourceFiles) -> tuple[list[str], dict[str, str] | None]:
     """The safetensors files to read: those the index names, else the single file."""
-    index_path = root / INDEX_NAME
-    if index_path.exists() or index_path.is_symlink():
-        index = read_json_object(index_path, CheckpointError, MAX_INDEX_BYTES)
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index_path}: no weight_map; expected tensor name -> file")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or not safe_file_name(file):
-                raise CheckpointError(
-                    f"{index_path}: {name} points to {str(file)[:80]!r}; expected the name of a"
-                    " .safetensors file in the same folder"
-                )
-        files = sorted(set(weight_map.values()))
-        missing = [file for file in files if not (root / file).exists()]
-        if missing:
-            raise CheckpointError(
-                f"{index_path}: {len(missing)} of {len(files)} shards are missing:"
-                f" {few(missing)}; finish the download"
-            )
-        return files, weight_map
-    single = root / SINGLE_NAME
-    if single.exists() or single.is_symlink():
+    if source.has(INDEX_NAME):
+        return _indexed_files(source)
+    if source.has(SINGLE_NAME):
         return [SINGLE_NAME], None
-    found = sorted(path.name for path in root.glob("*.safetensors"))
+    found = [name for name in source.names() if name.endswith(".safetensors")]
     if found:
         raise CheckpointError(
-            f"{root}: {len(found)} safetensors files but no {INDEX_NAME} and no {SINGLE_NAME};"
-            " restore the index"
+            f"{source.name}: {len(found)} safetensors files but no {INDEX_NAME} and no"
+            f" {SINGLE_NAME}; restore the index"
         )
-    pickles = sorted(path.name for path in root.glob("*.bin"))
+    pickles = [name for name in source.names() if name.endswith(".bin")]
     if pickles:
         raise CheckpointError(
-            f"{root}: only pickle files ({few(pickles)}); beamq never unpickles."
+            f"{source.name}: only pickle files ({few(pickles)}); beamq never unpickles."
             " Save the model as safetensors first"
         )
-    raise CheckpointError(f"{root}: no {SINGLE_NAME} and no {INDEX_NAME}; not a checkpoint")
+    raise CheckpointError(f"{source.name}: no {SINGLE_NAME} and no {INDEX_NAME}; not a checkpoint")
+
+
+def _indexed_files(source: SourceFiles) -> tuple[list[str], dict[str, str]]:
+    where = f"{source.name}/{INDEX_NAME}"
+    index = read_json_object(source.path(INDEX_NAME), CheckpointError, MAX_INDEX_BYTES)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where}: no weight_map; expected tensor name -> file")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not safe_file_name(file):
+            raise CheckpointError(
+                f"{where}: {name} points to {str(file)[:80]!r}; expected the name of a"
+                " .safetensors file in the same folder"
+            )
+    files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not source.has(file)]
+    if missing:
+        raise CheckpointError(
+            f"{where}: {len(missing)} of {len(files)} shards are missing:"
+            f" {few(missing)}; finish the download"
+        )
+    return files, weight_map
 
 
 def safe_file_name(name: str) -> bool:
@@ -217,7 +296,7 @@ def safe_file_name(name: str) -> bool:
     )
 
 
-def _check_index(root: Path, weight_map: dict[str, str], tensors: dict[str, TensorSpec]) -> None:
+def _check_index(where: str, weight_map: dict[str, str], tensors: dict[str, TensorSpec]) -> None:
     problems = [
         f"{name} (index says {file}, "
         f"{'found in ' + tensors[name].file if name in tensors else 'not there'})"
@@ -228,6 +307,5 @@ def _check_index(root: Path, weight_map: dict[str, str], tensors: dict[str, Tens
                  for name in tensors if name not in weight_map]  # fmt: skip
     if problems:
         raise CheckpointError(
-            f"{root / INDEX_NAME}: {len(problems)} entries disagree with the shards:"
-            f" {few(problems)}"
+            f"{where}: {len(problems)} entries disagree with the shards: {few(problems)}"
         )

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from beamq import output_folder
-from beamq.checkpoint import INDEX_NAME, Checkpoint, TensorSpec, open_checkpoint
+from beamq.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import TensorError
 from beamq.finalise import build_index, shard_manifest
 from beamq.formats.layout import NVFP4_BLOCK
+from beamq.header import TensorSpec
 from beamq.journal import ShardRecord
 from beamq.output_folder import MANIFEST_NAME
 from beamq.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
@@ -28,7 +29,7 @@ from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, expected_tenso
 from beamq.runner import DEFAULT_MEMORY_BYTES, Progress, Runner, RunOptions, default_workers
 from beamq.scale_source import no_scales
 from beamq.shards import copy_file, write_json
-from beamq.sources import Companion, SourceRange, companion_files
+from beamq.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.version import __version__
 
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
@@ -99,7 +100,7 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
     config = BeamConfig.from_dict(source.config)
     drafts = list(_drafts(source, config))
     if all(draft.kind == "copy" for draft in drafts):
-        raise TensorError(f"{source.root}: nothing is quantized here; it is BF16 already")
+        raise TensorError(f"{source.name}: nothing is quantized here; it is BF16 already")
     jobs, shards = place(drafts, max_shard_bytes)
     return Work(
         config=config,
@@ -108,6 +109,7 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
         jobs=jobs,
         shards=shards,
         companions=_companions(source),
+        remote_shards=source.source.missing_nbytes(),
         total_parameters=sum(_numel(t.shape) for shard in shards for t in shard.tensors),
     )
 
@@ -115,11 +117,10 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
 def _companions(source: Checkpoint) -> tuple[Companion, ...]:
     """Everything but the quantized folder's own card, which says what is no longer true."""
     kept = []
-    for companion in companion_files(source.root):
-        if companion.source == "README.md":
-            continue
-        target = "README.md" if companion.source == "README.source.md" else companion.target
-        kept.append(Companion(source=companion.source, target=target, nbytes=companion.nbytes))
+    for companion in companion_files(source.source):
+        target = restored_name(companion)
+        if target is not None:
+            kept.append(Companion(source=companion.source, target=target, nbytes=companion.nbytes))
     return tuple(kept)
 
 
@@ -189,7 +190,7 @@ def _finalise(
     work: Work, source: Checkpoint, output: Path, records: Mapping[str, ShardRecord]
 ) -> dict[str, Any]:
     for companion in work.companions:
-        copy_file(source.root / companion.source, output / companion.target)
+        copy_file(source.source.path(companion.source), output / companion.target)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     config["dtype"] = "bfloat16"
     manifest = {

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from beamq.demand_cache import DemandCache
-from beamq.errors import HubError
+from beamq.errors import CheckpointError, HubError
 from beamq.header import parse_header, read_header
 from beamq.hub_repo import HubRepo
 from beamq.open_files import OpenFiles
@@ -66,6 +66,10 @@ class HubFiles:
             if not any(part.startswith(".") for part in file.split("/"))
         }
 
+    def names(self) -> Sequence[str]:
+        """Names without a folder in them."""
+        return [file for file in self.repo.files if "/" not in file]
+
     def has(self, file: str) -> bool:
         """Whether the commit has the file."""
         return file in self.repo.files
@@ -89,6 +93,8 @@ class HubFiles:
 
     def _read_header(self, file: str) -> Header:
         where = f"{self.name}/{file}"
+        if file not in self.repo.files:
+            raise CheckpointError(f"{where}: not found")
         size = self.repo.files[file]
         first = self.repo.read_range(file, 0, min(size, FIRST_BYTES))
         whole = 8 + int.from_bytes(first[:8], "little")

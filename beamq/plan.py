@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,10 +55,18 @@ class Job:
         """Bytes to read."""
         return sum(member.source.nbytes for member in self.members)
 
+    @property
+    def files(self) -> frozenset[str]:
+        """Source shards to read them from."""
+        return frozenset(member.source.spec.file for member in self.members)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a run reads and writes, whichever way it converts."""
+    """What a run reads and writes, whichever way it converts.
+
+    `remote_shards` are the source's shards that have to be fetched first, with their bytes.
+    """
 
     config: BeamConfig
     source_fingerprint: str
@@ -67,6 +75,7 @@ class Work:
     shards: tuple[Shard, ...]
     companions: tuple[Companion, ...]
     total_parameters: int
+    remote_shards: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def tensor_nbytes(self) -> int:
@@ -127,7 +136,7 @@ def make_plan(
     kv_cache: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Plan:
-    """Plan the conversion of a folder, or of an opened source.
+    """Plan the conversion of a folder, of a repository on the Hub, or of an opened source.
 
     `recipe` is a `Recipe`, a built-in name or the path of a YAML file; `exclude` and `kv_cache`
     are laid over it. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
@@ -168,7 +177,8 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         exclusions=exclusions,
         ignore=tuple(make_ignore(config, units, modules)),
         dropped=sources.dropped,
-        companions=companion_files(checkpoint.root),
+        companions=companion_files(checkpoint.source),
+        remote_shards=checkpoint.source.missing_nbytes(),
         notes=(*sources.notes, *tensor_parallel_notes(config, recipe, units)),
         parameters=parameters,
         total_parameters=sum(parameters.values()),

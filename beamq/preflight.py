@@ -20,13 +20,15 @@ COMPARE_BYTES = 1 << 22
 
 def check_small_tensors(checkpoint: Checkpoint, plan: Work) -> None:
     """Raise `TensorError` for a non-finite value in any small tensor, or untied tied heads."""
+    small = []
     for job in plan.jobs:
         member = job.members[0]
         role, spec = member.role, member.source.spec
         limit = ROUTER_BYTES if role.role is Role.ROUTER else SMALL_BYTES
-        if job.kind != "copy" or role.role is Role.EXTRA or spec.nbytes > limit:
-            continue
-        found = cpu.amax(memoryview(checkpoint.read(spec.name)), spec.dtype)
+        if job.kind == "copy" and role.role is not Role.EXTRA and spec.nbytes <= limit:
+            small.append((spec, 0, spec.nbytes))
+    for (spec, _, _), data in zip(small, checkpoint.peek_many(small), strict=True):
+        found = cpu.amax(memoryview(data), spec.dtype)
         if found.nonfinite:
             raise TensorError(
                 f"{spec.file}: {spec.name} holds {found.nonfinite} NaN or infinite values (first"

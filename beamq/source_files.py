@@ -46,6 +46,9 @@ class SourceFiles(Protocol):
     def listing(self) -> Mapping[str, int]:
         """Every file's path in the checkpoint and its bytes."""
 
+    def names(self) -> Sequence[str]:
+        """Names at the top of the checkpoint, sorted."""
+
     def has(self, file: str) -> bool:
         """Whether a file of that name is there, even as a dangling link."""
 
@@ -118,6 +121,10 @@ class LocalFiles:
             if not any(part.startswith(".") for part in relative.parts) and path.is_file():
                 found[relative.as_posix()] = path.stat().st_size
         return found
+
+    def names(self) -> Sequence[str]:
+        """Everything in the folder but sub-folders' content."""
+        return sorted(os.listdir(self._root))
 
     def has(self, file: str) -> bool:
         """Whether the name is there."""

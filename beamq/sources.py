@@ -8,9 +8,9 @@ mis-typed or already quantized is an error here, from the headers alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.config import BeamConfig
@@ -24,6 +24,7 @@ from beamq.roles import (
     expected_tensors,
     packed_shape,
 )
+from beamq.source_files import SourceFiles, travels
 
 QUANTIZED_SUFFIXES = (
     ".weight_scale",
@@ -76,7 +77,7 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
             missing.append(role.name)
     if missing:
         raise TensorError(
-            f"{checkpoint.root}: {len(missing)} tensors that config.json calls for are missing:"
+            f"{checkpoint.name}: {len(missing)} tensors that config.json calls for are missing:"
             f" {few(missing)}"
         )
     extra, dropped = _leftovers(checkpoint, used, config)
@@ -98,7 +99,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             if isinstance(declared, dict):
                 kind = str(declared.get("quant_algo") or declared.get("format") or kind)[:40]
             raise AlreadyQuantizedError(
-                f"{checkpoint.root}: already quantized ({kind}; {name} is {spec.dtype})."
+                f"{checkpoint.name}: already quantized ({kind}; {name} is {spec.dtype})."
                 " Use the BF16 original, or `beamq dequantize` first"
             )
 
@@ -196,12 +197,12 @@ def _notes(
             " vLLM and SGLang stop at names they do not know"
         )
     declared = "quantization_config" in checkpoint.config
-    if declared or (checkpoint.root / "hf_quant_config.json").exists():
+    if declared or checkpoint.source.has("hf_quant_config.json"):
         yield "the source's config claims a quantization its tensors do not have; claim dropped"
 
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
 REPLACED_FILES = ("config.json", "hf_quant_config.json", "beamq.json")
+_CARD = re.compile(r"README((?:\.source)*)\.md")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,22 +214,26 @@ class Companion:
     nbytes: int
 
 
-def companion_files(root: Path) -> tuple[Companion, ...]:
+def companion_files(files: SourceFiles) -> tuple[Companion, ...]:
     """Tokenizer, templates, licence, code and sub-folders: everything but weights and configs.
 
     Weights of any format, their indices, quantization configs and hidden files stay behind. The
-    source's README becomes README.source.md. A link is followed only to a regular file.
+    source's README becomes README.source.md, and a README.source.md that it has from its own
+    source README.source.source.md. A link is followed only to a regular file.
     """
     found: list[Companion] = []
-    for path in sorted(root.rglob("*")):
-        relative = path.relative_to(root)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
+    for name, nbytes in files.listing().items():
+        if not travels(name) or name in REPLACED_FILES or name.startswith("beamq-"):
             continue
-        name = relative.as_posix()
-        if name.endswith(WEIGHT_SUFFIXES) or name.endswith(".index.json"):
-            continue
-        if name in REPLACED_FILES or name.startswith("beamq-"):
-            continue
-        target = "README.source.md" if name == "README.md" else name
-        found.append(Companion(source=name, target=target, nbytes=path.stat().st_size))
+        card = _CARD.fullmatch(name)
+        target = name if card is None else f"README{card[1]}.source.md"
+        found.append(Companion(source=name, target=target, nbytes=nbytes))
     return tuple(found)
+
+
+def restored_name(companion: Companion) -> str | None:
+    """What a companion of a quantized folder was called in its source; None: it was not there."""
+    card = _CARD.fullmatch(companion.source)
+    if card is None:
+        return companion.target
+    return f"README{card[1].removesuffix('.source')}.md" if card[1] else None

@@ -19,7 +19,8 @@ from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, safe_file
 from beamq.config import BeamConfig, read_config, read_json_object
 from beamq.errors import CheckpointError
 from beamq.eval.checks import Ledger, few
-from beamq.header import TensorSpec, read_header
+from beamq.header import TensorSpec
+from beamq.source_files import LocalFiles, SourceFiles
 
 HF_QUANT_NAME = "hf_quant_config.json"
 MANIFEST_NAME = "beamq.json"
@@ -56,7 +57,7 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
     raw_config = read_config(root)
     config = BeamConfig.from_dict(raw_config)
     index = optional_json(root / INDEX_NAME, "files.index", ledger, MAX_INDEX_BYTES)
-    shards, metadata = read_shards(root, index, ledger)
+    shards, metadata = read_shards(LocalFiles(root), index, ledger)
     ledger.examined("files.readable", len(shards), "shards")
     tensors: dict[str, TensorSpec] = {}
     for specs in shards.values():
@@ -97,30 +98,32 @@ def optional_json(
 
 
 def read_shards(
-    root: Path, index: dict[str, Any] | None, ledger: Ledger
+    files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger
 ) -> tuple[dict[str, tuple[TensorSpec, ...]], dict[str, dict[str, str]]]:
     """(tensors in file order, metadata) of every shard whose header can be read."""
     shards: dict[str, tuple[TensorSpec, ...]] = {}
     metadata: dict[str, dict[str, str]] = {}
-    for file in _named_files(root, index, ledger):
+    named = _named_files(files, index, ledger)
+    files.expect_headers([file for file in named if files.has(file)])
+    for file in named:
         try:
-            header, metadata[file] = read_header(root / file, file)
+            header, metadata[file] = files.header(file)
         except CheckpointError as fault:
-            ledger.fault("files.readable", file, str(fault).removeprefix(f"{root / file}: "))
+            ledger.fault("files.readable", file, str(fault).removeprefix(f"{files.name}/{file}: "))
             continue
         shards[file] = tuple(header)
     return shards, metadata
 
 
-def _named_files(root: Path, index: dict[str, Any] | None, ledger: Ledger) -> list[str]:
+def _named_files(files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger) -> list[str]:
     """The shards the index names; without an index, the single file or whatever is there."""
     weight_map = (index or {}).get("weight_map")
     if not isinstance(weight_map, dict):
         if index is not None:
             ledger.fault("files.index", INDEX_NAME, "has no weight_map")
-        found = sorted(path.name for path in root.glob("*.safetensors"))
+        found = [name for name in files.names() if name.endswith(".safetensors")]
         if not found:
-            ledger.fault("files.readable", root.name, f"no {SINGLE_NAME} and no {INDEX_NAME}")
+            ledger.fault("files.readable", files.label, f"no {SINGLE_NAME} and no {INDEX_NAME}")
         elif found != [SINGLE_NAME] and index is None:
             ledger.fault("files.index", INDEX_NAME, f"missing, but there are {len(found)} shards")
         return found

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES
-from beamq.config import BeamConfig, read_config
-from beamq.errors import CheckpointError, ConfigError
+from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES, open_files
+from beamq.config import MAX_CONFIG_BYTES, BeamConfig, read_json_object
+from beamq.errors import ConfigError
 from beamq.eval.checks import Ledger
 from beamq.eval.folder import HF_QUANT_NAME, MANIFEST_NAME, optional_json, read_shards
 from beamq.eval.oddities import claim_notes, file_notes, is_scale, role_of, tensor_notes
 from beamq.eval.structure import CODE_DTYPES
 from beamq.header import TensorSpec
 from beamq.roles import Role
+from beamq.source_files import SourceFiles
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
@@ -80,16 +82,25 @@ class Inspection:
 
 
 def inspect_checkpoint(checkpoint: str | Path) -> Inspection:
-    """Look at a folder. Raises `CheckpointError` (no folder) or `ConfigError` (no config.json)."""
-    root = Path(checkpoint).expanduser()
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
-    raw = read_config(root)
+    """Look at a folder, or at a repository on the Hub, of which only headers are read.
+
+    Raises `CheckpointError` (no folder), `ConfigError` (no config.json), `HubError`.
+    """
+    with closing(open_files(checkpoint)) as files:
+        return _inspect(str(checkpoint), files)
+
+
+def _inspect(name: str, files: SourceFiles) -> Inspection:
+    raw = read_json_object(files.path("config.json"), ConfigError, MAX_CONFIG_BYTES)
     ledger = Ledger()
-    index = optional_json(root / INDEX_NAME, "files.index", ledger, MAX_INDEX_BYTES)
-    hf = optional_json(root / HF_QUANT_NAME, "config.agreement", ledger)
-    manifest = optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_INDEX_BYTES)
-    shards, _ = read_shards(root, index, ledger)
+
+    def optional(file: str, check: str, limit: int) -> dict[str, Any] | None:
+        return optional_json(files.path(file), check, ledger, limit) if files.has(file) else None
+
+    index = optional(INDEX_NAME, "files.index", MAX_INDEX_BYTES)
+    hf = optional(HF_QUANT_NAME, "config.agreement", MAX_CONFIG_BYTES)
+    manifest = optional(MANIFEST_NAME, "manifest.present", MAX_INDEX_BYTES)
+    shards, _ = read_shards(files, index, ledger)
     tensors = {spec.name: spec for specs in shards.values() for spec in specs}
     notes: list[str] = []
     try:
@@ -100,12 +111,12 @@ def inspect_checkpoint(checkpoint: str | Path) -> Inspection:
     census = _take_census(tensors)
     form = _format(census, tensors)
     declared = _declared(raw, hf)
-    notes += file_notes(root, ledger, index, tensors)
+    notes += file_notes(files.names(), ledger, index, tensors)
     notes += claim_notes(form, declared, manifest)
     notes += tensor_notes(tensors, config, form)
     made = manifest or {}
     return Inspection(
-        checkpoint=str(checkpoint),
+        checkpoint=name,
         format=form,
         declared=declared,
         model_type=_text(raw.get("model_type")),

@@ -5,8 +5,7 @@ In: headers, small JSON files and the format that the tensors have. Out: notes f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from beamq.config import BeamConfig
@@ -37,9 +36,12 @@ def is_scale(name: str) -> bool:
 
 
 def file_notes(
-    root: Path, ledger: Ledger, index: Mapping[str, Any] | None, tensors: Mapping[str, TensorSpec]
+    names: Sequence[str],
+    ledger: Ledger,
+    index: Mapping[str, Any] | None,
+    tensors: Mapping[str, TensorSpec],
 ) -> Iterable[str]:
-    """What the files themselves have that they should not, or lack."""
+    """What the files themselves, of these names, have that they should not, or lack."""
     for check in ledger.results("structure", with_source=False):
         if check.status == "fail":
             yield check.detail
@@ -49,10 +51,10 @@ def file_notes(
         if stray:
             yield f"index and shards disagree about {len(stray)} tensors: {few(sorted(stray))}"
         named = set(map(str, entries.values()))
-        beside = sorted(p.name for p in root.glob("*.safetensors") if p.name not in named)
+        beside = [n for n in names if n.endswith(".safetensors") and n not in named]
         if beside:
             yield f"shards that the index does not name: {few(beside)}"
-    pickles = sorted(path.name for path in root.glob("*.bin"))
+    pickles = [name for name in names if name.endswith(".bin")]
     if pickles:
         yield f"pickle files, which beamq never opens: {few(pickles)}"
 

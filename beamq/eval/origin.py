@@ -35,7 +35,7 @@ def trace_source(
     config = BeamConfig.from_dict(source.config)
     mapping = map_sources(source, config)
     _check_config(folder.raw_config, source.config, ledger)
-    _check_files(folder, source.root, ledger)
+    _check_files(folder, source, ledger)
     ranges = {role.name: found for role, found in mapping.found}
     for spec in mapping.extra:
         ranges[spec.name] = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
@@ -72,15 +72,15 @@ def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Le
             )
 
 
-def _check_files(folder: Folder, source: Path, ledger: Ledger) -> None:
+def _check_files(folder: Folder, source: Checkpoint, ledger: Ledger) -> None:
     """Tokenizer, templates and the like must be the source's, bit for bit."""
-    companions = companion_files(source)
+    companions = companion_files(source.source)
     ledger.examined("source.files", len(companions), "files")
     for companion in companions:
         target = folder.root / companion.target
         if not target.is_file():
             ledger.fault("source.files", companion.target, "is missing; the source has it")
-        elif not _same_bytes(source / companion.source, target):
+        elif not _same_bytes(source.source.path(companion.source), target):
             ledger.fault("source.files", companion.target, "differs from the source's")
     if not companions:
         ledger.skip("source.files", "the source has no other files")
