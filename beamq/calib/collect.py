@@ -171,7 +171,7 @@ class Collector:
             percentile = np.minimum(high, amax)
         if entry.squares is not None:
             mean = entry.squares.cpu().numpy() / np.maximum(rows, 1)[:, None]
-            moment = mean.astype(np.float32)
+            moment = np.minimum(mean, np.finfo(np.float32).max).astype(np.float32)
         shape: tuple[int, ...] = rows.shape if ".experts." in name else ()
         return InputStats(
             amax=amax.reshape(shape),
