@@ -93,7 +93,7 @@ def test_the_nvfp4_block_is_written_out_whole(beam_nano: Path, kv_cache: str) ->
             "lm_head",
             "model.embed_tokens",
             *(f"model.layers.{n}.{part}" for n in range(3) for part in ("self_attn*", "mlp*")),
-            *(f"model.layers.{n}.{part}" for n in range(3, 8) for part in ("self_attn*", "mlp.gate")),
+            *(f"model.layers.{n}.{p}" for n in range(3, 8) for p in ("self_attn*", "mlp.gate")),
         ],
     }  # fmt: skip
     if kv_cache == "fp8":
