@@ -77,6 +77,7 @@ class Collector:
         if percentile is not None and not 0 < percentile <= 100:
             raise UsageError(f"percentile is {percentile}, expected more than 0 and at most 100")
         self.every_expert = experts == "all"
+        self.expert_inputs = experts == "routed"
         self._config = config
         self._device = device
         self._percentile = percentile

@@ -150,16 +150,17 @@ def add_slice(
     """Add a slice's weighted outputs to the FP32 sum. Slices must come in ascending order."""
     if observer is not None and observer.every_expert:
         _show_every_expert(x_TK, part, gemm, layer, observer)
+    shown = observer if observer is not None and observer.expert_inputs else None
     low, high = plan.offsets[part.first], plan.offsets[part.first + part.count]
     offsets = [end - low for end in plan.offsets[part.first : part.first + part.count + 1]]
     rows: torch.Tensor | None = plan.token_S[low:high]
     x_in = x_TK
-    if observer is not None:
+    if shown is not None:
         x_in, rows = x_TK.index_select(0, plan.token_S[low:high]), None
-        observer.expert_input(layer, "gate_up", x_in, part.first, offsets)
+        shown.expert_input(layer, "gate_up", x_in, part.first, offsets)
     active_SI = swiglu(gemm.grouped(x_in, rows, part.gate_up, offsets))
-    if observer is not None:
-        observer.expert_input(layer, "down_proj", active_SI, part.first, offsets)
+    if shown is not None:
+        shown.expert_input(layer, "down_proj", active_SI, part.first, offsets)
     y_SK = gemm.grouped(active_SI, None, part.down, offsets)
     _accumulate(sum_TK, y_SK, plan, low, high)
 

@@ -23,10 +23,12 @@ class Observer(Protocol):
     """A watcher of the forward pass. `layer` is the layer's index in the model.
 
     With `every_expert` it is also shown what each expert would make of *every* token. What flows
-    on is computed apart from that and stays bit for bit the same.
+    on is computed apart from that and stays bit for bit the same. Without `expert_inputs`, routed
+    inputs are not gathered for it, and the pass is as fast as without an observer.
     """
 
     every_expert: bool
+    expert_inputs: bool
 
     def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
         """Input of an attention or dense-MLP group, all packed tokens of a batch."""
@@ -53,6 +55,7 @@ class Quiet:
     """An observer that looks away; a base for those that watch only some of it."""
 
     every_expert = False
+    expert_inputs = True
 
     def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
         """Nothing."""
@@ -81,7 +84,9 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         self._all = tuple(observers)
         self._every = tuple(observer for observer in self._all if observer.every_expert)
+        self._routed = tuple(observer for observer in self._all if observer.expert_inputs)
         self.every_expert = bool(self._every)
+        self.expert_inputs = bool(self._routed)
 
     def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
         """Pass on to each."""
@@ -91,8 +96,8 @@ class Observers:
     def expert_input(
         self, layer: int, group: str, x_SK: torch.Tensor, first: int, offsets: Sequence[int]
     ) -> None:
-        """Pass on to each."""
-        for observer in self._all:
+        """Pass on to those that want it."""
+        for observer in self._routed:
             observer.expert_input(layer, group, x_SK, first, offsets)
 
     def every_expert_input(self, layer: int, group: str, x_TK: torch.Tensor, expert: int) -> None:

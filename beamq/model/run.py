@@ -13,6 +13,9 @@ An FP32 sum a token is kept meanwhile. The result has the same bits as without s
 Several processes can share a pass, each with some of every layer's experts: an `ExpertExchange`
 carries the sums from one to the next, in the order of experts, so the bits are again the same.
 
+Several models can run side by side: `in_turns` delivers layer 0 of each, layer 1 of each, and so
+on, from one read-ahead, and a `LayerPass` for each takes its model's batches a layer further.
+
 Limits: prefill of whole sequences; one device to a process. Tokens of a batch are computed at
 once, so a batch's size sets the memory of activations.
 """
@@ -26,8 +29,7 @@ from functools import partial
 
 import torch
 
-from beamq.config import BeamConfig
-from beamq.model.attention import PositionTable, SequenceLayout, position_table
+from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.beam import (
     LayerWeights,
     SparseMlp,
@@ -71,26 +73,37 @@ class LayerStream:
         self._experts = experts
         self._ahead = ahead
 
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that are delivered, in order."""
+        return self._layers
+
     def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
-        units = read_ahead(self._loads(), depth=self._ahead)
-        for index in self._layers:
-            weights = next(units)
-            if not isinstance(weights, LayerWeights):
-                raise TypeError("a slice of experts where a layer was due")
-            slices = self._slices(index)
-            if slices is None:
-                yield index, weights
-                del weights  # before the next one is asked for, or two would live
-                continue
-            rest = _take(units, len(slices))
-            mlp = weights.mlp
-            if isinstance(mlp, SparseMlp):
-                weights = replace(weights, mlp=replace(mlp, experts=rest))
-            del mlp
+        for _, index, weights in in_turns((self,), ahead=self._ahead):
             yield index, weights
-            del weights
-            for _ in rest:  # left by a consumer that needed no experts
-                pass
+            del weights  # before the next one is asked for, or two would live
+
+    def take(
+        self, index: int, units: Iterator[Loaded]
+    ) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
+        """A layer from what `loads` gave, and its slices, which must be used up before the next."""
+        weights = next(units)
+        if not isinstance(weights, LayerWeights):
+            raise TypeError("a slice of experts where a layer was due")
+        slices = self._slices(index)
+        if slices is None:
+            return weights, iter(())
+        rest = _take(units, len(slices))
+        if isinstance(weights.mlp, SparseMlp):
+            weights = replace(weights, mlp=replace(weights.mlp, experts=rest))
+        return weights, rest
+
+    def loads(self, index: int) -> Iterator[Callable[[], Loaded]]:
+        """What loads a layer, unit by unit."""
+        slices = self._slices(index)
+        yield partial(self.loader.layer, index, experts=slices is None)
+        for first, count in slices or ():
+            yield partial(self.loader.experts, index, first, count)
 
     def _slices(self, index: int) -> list[tuple[int, int]] | None:
         """(first, count) of a layer's slices; None if it is loaded whole."""
@@ -101,12 +114,28 @@ class LayerStream:
         step = self._slice or max(len(own), 1)
         return [(first, min(step, own.stop - first)) for first in own[::step]]
 
-    def _loads(self) -> Iterator[Callable[[], Loaded]]:
-        for index in self._layers:
-            slices = self._slices(index)
-            yield partial(self.loader.layer, index, experts=slices is None)
-            for first, count in slices or ():
-                yield partial(self.loader.experts, index, first, count)
+
+def in_turns(
+    streams: Sequence[LayerStream], *, ahead: int = 1
+) -> Iterator[tuple[int, int, LayerWeights]]:
+    """(place, layer, weights): the first layer of each stream, then the second of each, ...
+
+    One read-ahead serves them all: at most `ahead` units are loaded besides those in use, however
+    many models there are. All streams must have the same number of layers.
+    """
+    turns = [
+        (place, index)
+        for layers in zip(*(stream.layers for stream in streams), strict=True)
+        for place, index in enumerate(layers)
+    ]
+    loads = (load for place, index in turns for load in streams[place].loads(index))
+    units = read_ahead(loads, depth=ahead)
+    for place, index in turns:
+        weights, rest = streams[place].take(index, units)
+        yield place, index, weights
+        del weights  # before the next one is asked for, or two would live
+        for _ in rest:  # left by a consumer that needed no experts
+            pass
 
 
 def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:
@@ -177,70 +206,88 @@ def run_layers(
     for journals and progress; the batches hold that layer's result meanwhile. With `exchange`, the
     stream must be one of `exchange.experts`.
     """
-    device = stream.loader.device
-    longest = max((batch.layout.longest for batch in batches), default=0)
-    table = position_table(stream.config, longest, device)
-    observer = Observers(observers) if observers else None
-    shelf = _Shelf(device, resident_bytes)
-    run = _Pass(
-        config=stream.config,
+    run = LayerPass(
+        stream,
+        batches,
         gemm=gemm,
-        table=table,
-        observer=observer,
-        shelf=shelf,
-        exchange=exchange or Alone(stream.config),
+        observers=observers,
+        resident_bytes=resident_bytes,
+        exchange=exchange,
     )
-    _to_shelf(batches, shelf)
     with torch.inference_mode():
         for index, weights in stream:
-            run.layer(weights, batches)
+            run.apply(weights)
             del weights
             if done is not None:
-                _from_shelf(batches, shelf)
+                run.hand_over()
                 done(index)
-                _to_shelf(batches, shelf)
-    _from_shelf(batches, shelf)
+                run.take_back()
+    run.hand_over()
 
 
-def _to_shelf(batches: Sequence[Batch], shelf: _Shelf) -> None:
-    for number, batch in enumerate(batches):
-        shelf.put(number, batch.h_TK)
-        batch.h_TK = batch.h_TK.new_empty(0)
+class LayerPass:
+    """Batches of one model on their way through its layers: see `run_layers`.
 
+    While a pass holds them, the batches are empty; `state` looks at one, `hand_over` ends it.
+    """
 
-def _from_shelf(batches: Sequence[Batch], shelf: _Shelf) -> None:
-    for number, batch in enumerate(batches):
-        batch.h_TK = shelf.peek(number)
+    def __init__(
+        self,
+        stream: LayerStream,
+        batches: Sequence[Batch],
+        *,
+        gemm: Gemm,
+        observers: Sequence[Observer] = (),
+        resident_bytes: int | None = None,
+        exchange: ExpertExchange | None = None,
+    ) -> None:
+        device = stream.loader.device
+        longest = max((batch.layout.longest for batch in batches), default=0)
+        self._config = stream.config
+        self._gemm = gemm
+        self._table = position_table(stream.config, longest, device)
+        self._observer = Observers(observers) if observers else None
+        self._shelf = _Shelf(device, resident_bytes)
+        self._exchange = exchange or Alone(stream.config)
+        self._batches = batches
+        self.take_back()
 
+    def apply(self, weights: LayerWeights) -> None:
+        """Take every batch through the next layer."""
+        with torch.inference_mode():
+            self._layer(weights, self._batches)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """What stays the same from layer to layer."""
+    def state(self, number: int) -> torch.Tensor:
+        """Hidden states of one batch, on the device; not to be changed."""
+        return self._shelf.get(number)
 
-    config: BeamConfig
-    gemm: Gemm
-    table: PositionTable
-    observer: Observer | None
-    shelf: _Shelf
-    exchange: ExpertExchange
+    def hand_over(self) -> None:
+        """Give the batches their hidden states, wherever those are."""
+        for number, batch in enumerate(self._batches):
+            batch.h_TK = self._shelf.peek(number)
 
-    def layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
-        """All batches through one layer."""
+    def take_back(self) -> None:
+        """Take hidden states from the batches again."""
+        for number, batch in enumerate(self._batches):
+            self._shelf.put(number, batch.h_TK)
+            batch.h_TK = batch.h_TK.new_empty(0)
+
+    def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         mlp = weights.mlp
         if isinstance(mlp, SparseMlp) and not isinstance(mlp.experts, tuple):
             self._sliced(weights, mlp, batches)
             return
         for number, batch in enumerate(batches):
             h_TK = decoder_layer(
-                self.shelf.get(number),
+                self._shelf.get(number),
                 weights,
-                self.config,
+                self._config,
                 batch.layout,
-                self.table,
-                gemm=self.gemm,
-                observer=self.observer,
+                self._table,
+                gemm=self._gemm,
+                observer=self._observer,
             )
-            self.shelf.put(number, h_TK)
+            self._shelf.put(number, h_TK)
 
     def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
         """A sparse layer whose experts come in slices: slices outside, batches inside."""
@@ -248,50 +295,50 @@ class _Pass:
         plans: list[Dispatch] = []
         for number, batch in enumerate(batches):
             h_TK = attention_half(
-                self.shelf.get(number),
+                self._shelf.get(number),
                 weights,
-                self.config,
+                self._config,
                 batch.layout,
-                self.table,
-                gemm=self.gemm,
-                observer=self.observer,
+                self._table,
+                gemm=self._gemm,
+                observer=self._observer,
             )
-            self.shelf.put(number, h_TK)
-            x_TK = mlp_input(h_TK, weights, self.config)
+            self._shelf.put(number, h_TK)
+            x_TK = mlp_input(h_TK, weights, self._config)
             plans.append(
-                begin(x_TK, mlp.router, self.config, layer=weights.index, observer=self.observer)
+                begin(x_TK, mlp.router, self._config, layer=weights.index, observer=self._observer)
             )
-            self.shelf.put(number + sums, torch.zeros_like(x_TK, dtype=torch.float32))
+            self._shelf.put(number + sums, torch.zeros_like(x_TK, dtype=torch.float32))
         self._experts(weights, mlp, plans)
         for number in range(len(batches)):
-            h_TK, sum_TK = self.shelf.get(number), self.shelf.get(number + sums)
-            self.exchange.settle(sum_TK)
-            out_TK = finish(sum_TK, h_TK.dtype, self.config)
-            self.shelf.put(number, close_mlp(h_TK, out_TK, weights, self.config))
+            h_TK, sum_TK = self._shelf.get(number), self._shelf.get(number + sums)
+            self._exchange.settle(sum_TK)
+            out_TK = finish(sum_TK, h_TK.dtype, self._config)
+            self._shelf.put(number, close_mlp(h_TK, out_TK, weights, self._config))
 
     def _experts(self, weights: LayerWeights, mlp: SparseMlp, plans: Sequence[Dispatch]) -> None:
         """Slices outside, batches inside; the sums of batches lie behind their states."""
-        exchange, own, sums = self.exchange, self.exchange.experts, len(plans)
+        exchange, own, sums = self._exchange, self._exchange.experts, len(plans)
         if not own:
             for number in range(sums):
-                sum_TK = self.shelf.get(number + sums)
+                sum_TK = self._shelf.get(number + sums)
                 exchange.receive(sum_TK)
                 exchange.send(sum_TK)
         for part in mlp.experts:
             for number, plan in enumerate(plans):
-                sum_TK = self.shelf.get(number + sums)
+                sum_TK = self._shelf.get(number + sums)
                 if part.first == own.start:
                     exchange.receive(sum_TK)
                 add_slice(
                     sum_TK,
-                    mlp_input(self.shelf.get(number), weights, self.config),
+                    mlp_input(self._shelf.get(number), weights, self._config),
                     plan,
                     part,
-                    gemm=self.gemm,
+                    gemm=self._gemm,
                     layer=weights.index,
-                    observer=self.observer,
+                    observer=self._observer,
                 )
                 if part.first + part.count == own.stop:
                     exchange.send(sum_TK)
-                self.shelf.put(number + sums, sum_TK)
+                self._shelf.put(number + sums, sum_TK)
             del part
