@@ -158,6 +158,20 @@ def test_convert(compiled: Any, source: str, target: str, offset: int) -> None:
     assert (overflowed > 0) == (source == "F32")
 
 
+def test_half_precision_survives_flushed_denormals(compiled: Any) -> None:
+    """Some libraries make a process flush denormals; every F16 value is a normal FP32 one."""
+    data = patterns("F16")
+    got, want = bytearray(65536 * 4), bytearray(65536 * 4)
+    compiled.convert(data, "F16", want, "F32")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        compiled.convert(data, "F16", got, "F32")
+    finally:
+        torch.set_flush_denormal(False)
+    assert got == want
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compare_accepts_own_codes(compiled: Any, dtype: str) -> None:
     data = aimed(dtype)
@@ -229,6 +243,23 @@ def test_compare_finds_each_fault() -> None:
     assert (found.out_of_bound, found.first_out_of_bound) == (1, 100)
     codes[7] = 0x7F
     assert cpu.fp8_compare(data, "BF16", codes, scales, 32).first_out_of_bound == 7
+
+
+@pytest.mark.parametrize(("ideal", "faults"), [(463.9, 0), (464.2, 1)])
+def test_bound_at_the_end_of_the_grid(ideal: float, faults: int) -> None:
+    """Up to 464 a scale or a code of 448 is the nearest; beyond, it would be clipping."""
+    values = np.zeros(32)
+    values[20] = ideal * 6
+    data = encoded(values, "F32")
+    codes, scales = bytearray(16), bytearray(2)
+    counts = cpu.nvfp4_quantize(data, "F32", 32, 1.0, codes, scales)
+    found = cpu.nvfp4_compare(data, "F32", codes, scales, 32, 1.0)
+    assert (counts.saturated, found.out_of_bound) == (faults, faults)
+    values[20] = ideal
+    data, codes = encoded(values, "F32"), bytearray(32)
+    codes[20] = 0x7E
+    one = struct.pack("<f", 1.0)
+    assert cpu.fp8_compare(data, "F32", codes, one, 32).out_of_bound == faults
 
 
 def test_sums_are_the_same_at_every_level() -> None:

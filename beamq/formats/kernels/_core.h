@@ -15,8 +15,8 @@
  * Rounding by magic numbers: adding 1.5*2^k to a small float leaves its nearest-even multiple of
  * 2^(k-23) in the low mantissa bits of the sum. This needs the default rounding mode.
  *
- * Limits: little-endian hosts; denormals must not be flushed (no FTZ/DAZ), which is how CPython
- * and its threads run.
+ * Limits: little-endian hosts. A thread that flushes FP32 denormals (no default of CPython's) may
+ * give other codes to values below 2^-126; none else change.
  */
 #ifndef BEAMQ_CORE_H
 #define BEAMQ_CORE_H
@@ -67,13 +67,13 @@ INLINE size_t item_size(int dtype) { return dtype == F32 ? 4 : 2; }
 
 /* ---- source values ------------------------------------------------------------------- */
 
-/* F16 bits to F32 bits: exact; a NaN becomes quiet. The product rescales the exponent and makes
- * F16 subnormals normal. */
+/* F16 bits to F32 bits: exact; a NaN becomes quiet. Subnormals go through an integer, so that even
+ * a process that flushes denormals reads them right (F16 has them up to 6e-5). */
 INLINE u32 half_to_bits(u32 half) {
-    u32 magnitude = (half & 0x7FFFu) << 13;
-    u32 finite = as_bits(as_float(magnitude) * 0x1p112f);
-    u32 special = magnitude | INF_BITS | (magnitude > 0x0F800000u ? 0x400000u : 0u);
-    return (magnitude >= 0x0F800000u ? special : finite) | (half & 0x8000u) << 16;
+    u32 m = half & 0x7FFFu;
+    u32 bits = m < 0x400u ? as_bits((float)(int32_t)m * 0x1p-24f) : (m << 13) + (112u << 23);
+    bits = m >= 0x7C00u ? m << 13 | INF_BITS | (m > 0x7C00u ? 0x400000u : 0u) : bits;
+    return bits | (half & 0x8000u) << 16;
 }
 
 /* Element i as the bits of a float; `dtype` is a constant wherever this is inlined. */

@@ -1,0 +1,270 @@
+"""GPU kernels over CUDA tensors: the bytes of formats/nvfp4.py and formats/fp8.py, near memory speed.
+
+In:  contiguous CUDA tensors in BF16, F16 or FP32, one matrix [N, K] or a stack [G, N, K].
+Out: tensors on the same device, made here or given; counts of odd blocks and rows, added to int32
+     tensors on the device, so that nothing waits for the GPU until the caller looks.
+
+The Triton code is in gpu_nvfp4.py, gpu_fp8.py and gpu_activations.py; this file checks shapes,
+chooses block sizes and launches. Each function has a plain twin: `nvfp4_quantize` is
+`nvfp4.quantize`, and so on; tests compare every byte.
+
+Non-finite values are never raised here: NVFP4 counts blocks, FP8 rows, and `amax` shows them as
+infinity or NaN; which tensor they are in is known to the caller only. A shape or dtype that doesn't
+fit raises ValueError before anything is launched: a defect of the caller.
+
+Limits: NVIDIA GPUs of compute capability 8.9 or later (the E4M3 cast), Triton installed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from beamq.formats.kernels import gpu_activations, gpu_fp8, gpu_nvfp4
+from beamq.formats.numerics import NVFP4_BLOCK
+from beamq.formats.nvfp4 import QuantizedTensor
+
+SCALE_TILE_ROWS = 128
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_WARP = 32
+_AMAX_TILE, _AMAX_STEPS = 2048, 8
+
+
+def amax(w: torch.Tensor) -> torch.Tensor:
+    """FP32 [G] (or [] for a matrix): largest magnitude of each; infinity or NaN if it holds one."""
+    stack = _stack(w)
+    words = stack[0].nbytes // 4
+    peaks = torch.zeros(stack.shape[0], dtype=torch.int32, device=w.device)
+    if words * 4 != stack[0].nbytes:
+        raise ValueError(f"a matrix of {stack[0].nbytes} bytes; expected a multiple of 4")
+    if stack.numel():
+        grid = (triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), stack.shape[0])
+        gpu_nvfp4.amax_kernel[grid](
+            _words(stack),
+            peaks,
+            words,
+            DTYPE=_DTYPES[w.dtype],
+            TILE=_AMAX_TILE,
+            STEPS=_AMAX_STEPS,
+            num_warps=8,
+        )
+    return peaks.view(torch.float32).view(w.shape[:-2])
+
+
+def nvfp4_quantize(
+    w: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    out: QuantizedTensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """`nvfp4.quantize` of a matrix or a stack; `global_scale` FP32 [] or [G], on the device.
+
+    `counts` int32 [4] is added to: blocks saturated, raised from underflow, zero, not finite (see
+    kernels/cpu.py's `Nvfp4Counts`).
+    """
+    stack = _stack(w)
+    lead, n, k = w.shape[:-2], *w.shape[-2:]
+    if k % NVFP4_BLOCK:
+        raise ValueError(f"K is {k}; NVFP4 needs a multiple of {NVFP4_BLOCK}")
+    scales = global_scale.to(w.device, torch.float32).reshape(-1)
+    if scales.numel() not in (1, stack.shape[0]):
+        raise ValueError(f"{scales.numel()} global scales for {stack.shape[0]} tensors")
+    if out is None:
+        out = QuantizedTensor(
+            codes=torch.empty(*lead, n, k // 2, dtype=torch.uint8, device=w.device),
+            block_scale=w.new_empty(*lead, n, k // NVFP4_BLOCK, dtype=torch.float8_e4m3fn),
+            global_scale=global_scale,
+        )
+    if counts is None:
+        counts = torch.zeros(4, dtype=torch.int32, device=w.device)
+    blocks = n * k // NVFP4_BLOCK
+    if stack.numel():
+        tile = 128
+        gpu_nvfp4.quantize_kernel[(triton.cdiv(blocks, tile), stack.shape[0])](
+            _words(stack),
+            _words(out.codes),
+            out.block_scale.view(torch.int8),
+            scales.expand(stack.shape[0]).contiguous(),
+            counts,
+            blocks,
+            DTYPE=_DTYPES[w.dtype],
+            TILE=tile,
+            EVEN=blocks % tile == 0,
+            num_warps=4,
+        )
+    return out
+
+
+def nvfp4_dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`nvfp4.dequantize` to BF16 or FP32; a stack has a global scale for each matrix."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype {dtype}; expected bfloat16 or float32")
+    lead, n, half = q.codes.shape[:-2], *q.codes.shape[-2:]
+    out = torch.empty(*lead, n, 2 * half, dtype=dtype, device=q.codes.device)
+    tensors = q.codes.numel() // max(1, n * half)
+    words = n * half // 4
+    if out.numel():
+        tile = 256
+        gpu_nvfp4.dequantize_kernel[(triton.cdiv(words, tile), tensors)](
+            _words(q.codes),
+            q.block_scale.view(torch.int8),
+            q.global_scale.to(torch.float32).reshape(-1).expand(tensors).contiguous(),
+            out,
+            words,
+            OUT=_DTYPES[dtype],
+            TILE=tile,
+            num_warps=tile // _WARP,
+        )
+    return out
+
+
+def fp8_quantize_rows(
+    w: torch.Tensor,
+    *,
+    swiglu: bool = False,
+    codes: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`fp8.quantize_rows`: codes E4M3 [..., K] and scale F32 [..., 1] of rows [..., K].
+
+    With `swiglu` the input is [..., 2K], gate beside up, and their product is what is quantized.
+    `counts` int32 [2] is added to: rows that are not finite, rows of zeros.
+    """
+    _check(w)
+    k = w.shape[-1] // 2 if swiglu else w.shape[-1]
+    rows = w.numel() // max(1, w.shape[-1])
+    if codes is None:
+        codes = w.new_empty(*w.shape[:-1], k, dtype=torch.float8_e4m3fn)
+    if scale is None:
+        scale = w.new_empty(*w.shape[:-1], 1, dtype=torch.float32)
+    if counts is None:
+        counts = torch.zeros(2, dtype=torch.int32, device=w.device)
+    if rows and k:
+        chunk = _chunk(k)
+        gpu_fp8.quantize_rows_kernel[(rows,)](
+            w,
+            codes,
+            scale,
+            counts,
+            stride=w.shape[-1],
+            K=k,
+            CHUNK=chunk,
+            SWIGLU=swiglu,
+            num_warps=_warps(chunk),
+        )
+    return codes, scale
+
+
+def fp8_dequantize_rows(
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """`fp8.dequantize_rows`: [..., K] values in `dtype`."""
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    k = codes.shape[-1]
+    if out.numel():
+        chunk = _chunk(k)
+        gpu_fp8.dequantize_rows_kernel[(codes.numel() // k,)](
+            codes.contiguous(),
+            scale.to(torch.float32).contiguous(),
+            out,
+            K=k,
+            CHUNK=chunk,
+            num_warps=_warps(chunk),
+        )
+    return out
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up in FP32, rounded once; [S, 2I] -> [S, I]."""
+    _check(gate_up)
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    if out.numel():
+        tile = 2048
+        gpu_activations.swiglu_kernel[(triton.cdiv(out.numel(), tile),)](
+            gate_up, out, out.numel(), WIDTH=width, TILE=tile, num_warps=8
+        )
+    return out
+
+
+def nvfp4_tokens(
+    x: torch.Tensor,
+    input_scale: torch.Tensor,
+    *,
+    swiglu: bool = False,
+    rows: torch.Tensor | None = None,
+    scale_rows: torch.Tensor | None = None,
+    padded_rows: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 tokens as NVFP4 operands: codes U8 [S, K/2] and swizzled block scales E4M3, flat.
+
+    Row s reads token `rows[s]` (int32 or int64 on the device; default s) and its scales go to row
+    `scale_rows[s]` (default s) of a buffer for `padded_rows` rows, a multiple of 128.
+    """
+    if x.dtype != torch.bfloat16 or x.dim() != 2:
+        raise ValueError(f"tokens {list(x.shape)} {x.dtype}; expected BF16 [T, K]")
+    _check(x)
+    k = x.shape[1] // 2 if swiglu else x.shape[1]
+    if k % NVFP4_BLOCK:
+        raise ValueError(f"K is {k}; NVFP4 needs a multiple of {NVFP4_BLOCK}")
+    count = x.shape[0] if rows is None else rows.numel()
+    padded = round_up(count, SCALE_TILE_ROWS) if padded_rows is None else padded_rows
+    codes = torch.empty(count, k // 2, dtype=torch.uint8, device=x.device)
+    per_row = k // NVFP4_BLOCK
+    scales = torch.zeros(padded * round_up(per_row, 4), dtype=torch.uint8, device=x.device)
+    if count:
+        tile = 128
+        gpu_activations.quantize_tokens_kernel[(triton.cdiv(count * per_row, tile),)](
+            _words(x),
+            x if rows is None else rows,
+            x if scale_rows is None else scale_rows,
+            _words(codes),
+            scales.view(torch.int8),
+            input_scale.to(torch.float32).reshape(1),
+            count * per_row,
+            PER_ROW=per_row,
+            GATHER=rows is not None,
+            PLACED=scale_rows is not None,
+            SWIGLU=swiglu,
+            TILE=tile,
+            num_warps=4,
+        )
+    return codes, scales.view(torch.float8_e4m3fn)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is no less than `value`."""
+    return -(-value // multiple) * multiple
+
+
+def _chunk(k: int) -> int:
+    """Length of the pieces a row is held in: a power of two that divides it, if there is one."""
+    divisor = k & -k
+    return min(2048, divisor if divisor >= 256 else max(16, triton.next_power_of_2(min(k, 1024))))
+
+
+def _warps(chunk: int) -> int:
+    return max(1, min(8, chunk // (8 * _WARP)))  # eight values, 16 bytes, a thread
+
+
+def _stack(w: torch.Tensor) -> torch.Tensor:
+    _check(w)
+    if w.dim() not in (2, 3):
+        raise ValueError(f"shape {list(w.shape)}; expected [N, K] or [G, N, K]")
+    return w.unsqueeze(0) if w.dim() == 2 else w
+
+
+def _check(w: torch.Tensor) -> None:
+    if w.dtype not in _DTYPES:
+        raise ValueError(f"dtype {w.dtype}; expected BF16, F16 or FP32")
+    if w.device.type != "cuda":
+        raise ValueError(f"device {w.device}; expected a CUDA device")
+    if not w.is_contiguous() or w.data_ptr() % 16:
+        raise ValueError("expected a contiguous tensor that starts at a multiple of 16 bytes")
+
+
+def _words(t: torch.Tensor) -> torch.Tensor:
+    """The same memory as int32."""
+    return t.view(-1).view(torch.int32)

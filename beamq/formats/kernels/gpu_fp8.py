@@ -1,0 +1,144 @@
+"""FP8 rows on NVIDIA GPUs: Triton code that gives the bytes of formats/fp8.py.
+
+In:  rows of K values in BF16, F16 or FP32. Out: E4M3 codes [N, K] and FP32 scales [N]; or values.
+
+The one idea: a program owns a row and keeps it in registers between its two uses, the maximum and
+the codes, so that each byte crosses the memory bus once. A row is held as a tuple of chunks whose
+length is a power of two that (nearly) divides K, since Triton's blocks are powers of two and
+padding 5,120 to 8,192 would idle a third of the threads.
+
+A quotient costs one reciprocal a row and two fused multiply-adds a value: see gpu_nvfp4.py. The
+order of operands in them keeps the sign of zeros.
+
+With `up`, the row is SwiGLU's output instead: silu(gate) * up in FP32, rounded once to the source
+dtype before anything else sees it, as the forward pass does.
+
+Limits: compute capability 8.9 for the E4M3 cast; a row with a NaN or infinity is counted and its
+bytes mean nothing. K up to a few ten thousand (registers).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_FAST_LOW = tl.constexpr(2.0**-90)
+_FLOOR = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def swiglu(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
+    """silu(gate) * up in FP32, rounded once to gate's dtype."""
+    g = gate.to(tl.float32)
+    product = g / (1.0 + tl.exp(-g)) * up.to(tl.float32)
+    return product.to(gate.dtype)
+
+
+@triton.jit
+def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _encode(x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, FAST: tl.constexpr) -> tl.tensor:
+    value = x.to(tl.float32)
+    if FAST:
+        first = value * reciprocal
+        # Triton's unary minus is 0 - x, which would lose the sign of a zero (and cost an addition).
+        excess = tl.fma(first, scale, value * -1.0)
+        quotient = tl.fma(excess, reciprocal * -1.0, first)
+    else:
+        quotient = tl.div_rn(value, scale)
+    # At most 448 and a rounding, as the scale comes from the largest value: no NaN can arise.
+    return quotient.to(tl.float8e4nv)
+
+
+@triton.jit
+def _store_row(
+    out: tl.tensor,
+    row: tl.tuple,
+    scale: tl.tensor,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FAST: tl.constexpr,
+) -> None:
+    lane = tl.arange(0, CHUNK)
+    reciprocal = tl.div_rn(1.0, scale)
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    for i in tl.static_range(CHUNKS):
+        codes = _encode(row[i], scale, reciprocal, FAST)
+        if (i + 1) * CHUNK <= K:
+            tl.store(out + i * CHUNK + lane, codes)
+        else:
+            tl.store(out + i * CHUNK + lane, codes, mask=i * CHUNK + lane < K)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    src: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    counts: tl.tensor,
+    stride: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SWIGLU: tl.constexpr,
+) -> None:
+    """One row a program; `stride` elements between rows of `src`; with SWIGLU, up follows gate."""
+    index = tl.program_id(0).to(tl.int64)
+    src += index * stride
+    lane = tl.arange(0, CHUNK)
+    row = ()
+    peak = tl.zeros((CHUNK,), tl.float32)
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    for i in tl.static_range(CHUNKS):
+        at = i * CHUNK + lane
+        if (i + 1) * CHUNK <= K:
+            x = tl.load(src + at)
+            if SWIGLU:
+                x = swiglu(x, tl.load(src + K + at))
+        else:
+            x = tl.load(src + at, mask=at < K, other=0.0)
+            if SWIGLU:
+                x = swiglu(x, tl.load(src + K + at, mask=at < K, other=0.0))
+        row = row + (x,)  # noqa: RUF005 - Triton's tuples have no unpacking
+        peak = _larger(peak, tl.abs(x.to(tl.float32)))
+    amax = tl.reduce(peak, 0, _larger)
+    one_if_zero = tl.where(amax == 0, 1.0, amax)
+    scale = tl.maximum(tl.div_rn(one_if_zero, 448.0), _FLOOR)
+    tl.store(scales + index, scale)
+    out = codes + index * K
+    if scale >= _FAST_LOW:
+        _store_row(out, row, scale, K, CHUNK, True)
+    else:
+        _store_row(out, row, scale, K, CHUNK, False)
+    # 0: rows that are not finite, 1: rows of zeros.
+    if (amax < float("inf")) == 0:
+        tl.atomic_add(counts, 1, sem="relaxed")
+    if amax == 0:
+        tl.atomic_add(counts + 1, 1, sem="relaxed")
+
+
+@triton.jit
+def dequantize_rows_kernel(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+) -> None:
+    """fl(code * scale), one row a program, rounded once more to `out`'s dtype."""
+    index = tl.program_id(0).to(tl.int64)
+    scale = tl.load(scales + index)
+    lane = tl.arange(0, CHUNK)
+    codes += index * K
+    out += index * K
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    for i in tl.static_range(CHUNKS):
+        at = i * CHUNK + lane
+        if (i + 1) * CHUNK <= K:
+            value = tl.load(codes + at).to(tl.float32) * scale
+            tl.store(out + at, value.to(out.dtype.element_ty))
+        else:
+            value = tl.load(codes + at, mask=at < K, other=0.0).to(tl.float32) * scale
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=at < K)
