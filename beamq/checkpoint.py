@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from beamq.config import read_json_object
 from beamq.errors import CheckpointError, ConfigError, TensorError
+from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.header import TensorSpec, few
 from beamq.hub_repo import hub_source, open_repo
-from beamq.source_files import Feed, LocalFiles, SourceFiles
+from beamq.source_files import LocalFiles, SourceFiles, Supply
 
 if TYPE_CHECKING:
     import torch
@@ -96,11 +97,9 @@ class Checkpoint:
             for begin in range(0, len(wanted), 2 * parallel):
                 yield from pool.map(peek, wanted[begin : begin + 2 * parallel])
 
-    def feed(
-        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
-    ) -> AbstractContextManager[Feed]:
-        """Around a loop over jobs, each of which reads the shards named; see `SourceFiles.feed`."""
-        return self.source.feed(jobs, folder, budget)
+    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+        """Around a loop over jobs, each of which reads the shards named; see `SourceFiles`."""
+        return self.source.supply(jobs)
 
     def read(self, name: str) -> bytearray:
         """All bytes of one tensor, in a new buffer."""
@@ -187,16 +186,21 @@ def _middle(spec: TensorSpec) -> tuple[TensorSpec, int, int]:
     return spec, (spec.nbytes - size) // 2, size
 
 
-def open_checkpoint(source: str | Path, *, cache_bytes: int | None = None) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path,
+    *,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    cache_folder: Path | None = None,
+) -> Checkpoint:
     """Read a checkpoint's config, index and all headers; no tensor data.
 
     `source` is a folder, or `org/name[@revision]` on the Hub; what exists on disk is a folder,
     however it is spelled. `cache_bytes` bounds the shards of a repository that are on disk at a
-    time when reading it outside of a `feed`.
+    time, in `cache_folder` (made when needed) or in a folder of the Hub's home.
     Raises `CheckpointError` for anything broken, with the file's name; `ConfigError` for
     config.json; `HubError` and `HubUnreachableError`.
     """
-    files = open_files(source, cache_bytes=cache_bytes)
+    files = open_files(source, cache_bytes=cache_bytes, cache_folder=cache_folder)
     try:
         return _open(files)
     except BaseException:
@@ -204,14 +208,19 @@ def open_checkpoint(source: str | Path, *, cache_bytes: int | None = None) -> Ch
         raise
 
 
-def open_files(source: str | Path, *, cache_bytes: int | None = None) -> SourceFiles:
+def open_files(
+    source: str | Path,
+    *,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    cache_folder: Path | None = None,
+) -> SourceFiles:
     """The files of a folder or of a repository on the Hub, before anything of them is read."""
     asked = hub_source(source)
     if asked is None:
         return LocalFiles(Path(source).expanduser())
-    from beamq.hub_files import DEFAULT_CACHE_BYTES, HubFiles
+    from beamq.hub_files import HubFiles  # only where it is needed
 
-    return HubFiles(open_repo(asked), cache_bytes or DEFAULT_CACHE_BYTES)
+    return HubFiles(open_repo(asked), cache_bytes=cache_bytes, cache_folder=cache_folder)
 
 
 def _open(files: SourceFiles) -> Checkpoint:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from beamq import output_folder
 from beamq.checkpoint import Checkpoint, open_checkpoint
+from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.finalise import finalise
 from beamq.input_scales import check_options, given_input_scales
 from beamq.journal import ShardRecord
@@ -26,6 +27,8 @@ from beamq.runner import (
     Progress,
     Runner,
     RunOptions,
+    cache_folder,
+    check_cache,
     check_memory,
     default_workers,
 )
@@ -67,6 +70,7 @@ def quantize(
     kv_cache: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     max_host_memory: int = DEFAULT_MEMORY_BYTES,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
     workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -78,21 +82,22 @@ def quantize(
 ) -> QuantizeResult:
     """Convert a BF16, F16 or F32 Beam checkpoint into an NVFP4 or FP8 one.
 
-    `source` and `output` are folders. NVFP4 needs input scales: from `calibration` (a statistics
-    file), or constant with `no_calibration`; otherwise the run calibrates on the way, reading each
-    source byte once. `data` to `max_device_memory` say how (see `CalibrationOptions`; without
-    `data`, on the default text), and `statistics` is a file to keep what was seen.
-    `max_host_memory` bounds the conversion's buffers, in bytes. `on_plan` is called before work,
-    `on_data` with the tokens to calibrate on, `on_layer` after each calibrated layer, `on_progress`
-    about every 32 MiB, from worker threads.
+    `source` is a folder or `org/name[@revision]` on the Hub, whose shards are fetched as they are
+    needed, at most `cache_bytes` of them on disk at a time; `output` is a folder.
+    NVFP4 needs input scales: from `calibration` (a statistics file), or constant with
+    `no_calibration`; otherwise the run calibrates on the way, reading each source byte once.
+    `data` to `max_device_memory` say how (see `CalibrationOptions`; without `data`, on the default
+    text), and `statistics` is a file to keep what was seen. `max_host_memory` bounds the
+    conversion's buffers, in bytes. `on_plan` is called before work, `on_data` with the tokens to
+    calibrate on, `on_layer` after each calibrated layer, `on_progress` about every 32 MiB, from
+    worker threads.
     Raises `BeamqError`s: `InputError` kinds before any work where headers can tell,
     `TensorError` for non-finite weights as they are met, `CalibrationError` for data or for
     activations that are not finite, `EnvironmentFault` kinds for disk and memory, `Interrupted`
     on SIGINT or SIGTERM; all but the first leave a resumable output.
     """
     begun = time.monotonic()
-    source, output = Path(source).expanduser(), Path(output).expanduser()
-    ranks = current_ranks()
+    output, ranks = Path(output).expanduser(), current_ranks()
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
     asked = _asked(
@@ -105,7 +110,8 @@ def quantize(
         max_device_memory=max_device_memory,
     )
     output_folder.check_places(source, output)
-    with open_checkpoint(source) as checkpoint:
+    place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
+    with open_checkpoint(source, cache_bytes=budget, cache_folder=place) as checkpoint:
         plan = make_plan(checkpoint, chosen, max_shard_bytes=max_shard_bytes)
         check_options(
             plan,
@@ -117,6 +123,7 @@ def quantize(
             plan, checkpoint, calibration=calibration, no_calibration=no_calibration
         )
         check_memory(plan, max_host_memory)
+        check_cache(plan, budget)
         if ranks.first:
             on_plan(plan)
         manifest, kept = None, 0
@@ -147,6 +154,7 @@ def quantize(
                     resume=resume,
                     overwrite=overwrite,
                     on_progress=on_progress,
+                    cache_bytes=cache_bytes,
                 ),
                 finalise=_finalise(checkpoint, plan, output, scales),
             ).run()

@@ -1,8 +1,9 @@
 """Worker threads over the jobs of a plan.
 
 Jobs are taken in plan order, so reading is sequential and only a few shards are open at once.
-While workers convert, the kernel reads the next jobs ahead and `OpenShards` makes whole shards
-durable: disk, cores and memory overlap without any buffer of ours in between.
+While workers convert, the kernel reads the next jobs ahead (or their shards are fetched from the
+Hub) and `OpenShards` makes whole shards durable: network, disk, cores and memory overlap without
+any buffer of ours in between.
 
 The first failure stops everything: workers leave between two pieces, finished shards stay
 recorded, unfinished ones keep their temporary names.
@@ -19,6 +20,7 @@ from beamq.cpu_engine import CpuEngine
 from beamq.errors import Interrupted
 from beamq.open_shards import OpenShards, join
 from beamq.plan import Job
+from beamq.source_files import NoSupply, Supply
 
 READ_AHEAD_JOBS = 2  # for each worker
 
@@ -46,6 +48,7 @@ class Crew:
         self._advance = advance
         self._stop = stop
         self._pool = BufferPool(memory_budget)
+        self._supply: Supply = NoSupply()
         self._next = 0
         self._lock = threading.Lock()
 
@@ -55,10 +58,11 @@ class Crew:
             threading.Thread(target=self._shards.guard, args=(self._work,), daemon=True)
             for _ in range(min(self._workers, max(len(self._jobs), 1)))
         ]
-        for thread in workers:
-            thread.start()
-        for thread in workers:
-            join(thread)
+        with self._checkpoint.supply([job.files for job in self._jobs]) as self._supply:
+            for thread in workers:
+                thread.start()
+            for thread in workers:
+                join(thread)
         if self._stop.is_set():
             raise Interrupted("interrupted")
 
@@ -79,7 +83,9 @@ class Crew:
             job = self._jobs[index]
             writer = self._shards.writer(job.shard)
             self._read_ahead(index)
+            self._supply.wait(index, self._stop.is_set)
             self._shards.add(job, engine.run(job, writer))
+            self._supply.finish(index)
 
     def _read_ahead(self, index: int) -> None:
         ahead = index + self._workers * READ_AHEAD_JOBS

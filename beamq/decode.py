@@ -18,6 +18,7 @@ from beamq import output_folder
 from beamq.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import TensorError
+from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.finalise import build_index, shard_manifest
 from beamq.formats.layout import NVFP4_BLOCK
 from beamq.header import TensorSpec
@@ -26,7 +27,15 @@ from beamq.output_folder import MANIFEST_NAME
 from beamq.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
 from beamq.ranks import current_ranks
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
-from beamq.runner import DEFAULT_MEMORY_BYTES, Progress, Runner, RunOptions, default_workers
+from beamq.runner import (
+    DEFAULT_MEMORY_BYTES,
+    Progress,
+    Runner,
+    RunOptions,
+    cache_folder,
+    check_cache,
+    default_workers,
+)
 from beamq.scale_source import no_scales
 from beamq.shards import copy_file, write_json
 from beamq.sources import Companion, SourceRange, companion_files, restored_name
@@ -51,21 +60,24 @@ def dequantize(
     output: str | Path,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
     workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> DequantizeResult:
-    """Decode every quantized linear of a folder to BF16 [N, K].
+    """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
 
     Raises `TensorError` when nothing is quantized or scales are missing or mis-shaped, and the
     same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
-    folder, output = Path(checkpoint).expanduser(), Path(output).expanduser()
-    output_folder.check_places(folder, output)
-    with open_checkpoint(folder) as source:
+    output, ranks = Path(output).expanduser(), current_ranks()
+    output_folder.check_places(checkpoint, output)
+    place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
+    with open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place) as source:
         work = make_decode_work(source, max_shard_bytes)
+        check_cache(work, budget)
 
         def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
             return _finalise(work, source, output, records)
@@ -75,13 +87,14 @@ def dequantize(
             work=work,
             output=output,
             scales=no_scales("decoding needs no input scale"),
-            ranks=current_ranks(),
+            ranks=ranks,
             options=RunOptions(
                 workers=workers or default_workers(),
                 memory=DEFAULT_MEMORY_BYTES,
                 resume=resume,
                 overwrite=overwrite,
                 on_progress=on_progress,
+                cache_bytes=cache_bytes,
             ),
             finalise=finish,
         ).run()

@@ -1,7 +1,7 @@
 """Which shard to fetch next and which to drop, when the disk holds only some of them.
 
 In: for each job, in the order jobs are taken, the shards it reads; their sizes; a budget in bytes.
-Out: decisions, one at a time. Nothing here waits, downloads or deletes: `ShardFeed` does.
+Out: decisions, one at a time. Nothing here waits, downloads or deletes: `ShardSupply` does.
 
 Shards are fetched in the order jobs need them, as far ahead as the budget allows, and dropped when
 no unfinished job needs them. Where that is not enough (a source whose partners lie far apart), the
@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from beamq.errors import DiskError
+
+DEFAULT_CACHE_BYTES = 100_000_000_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,18 @@ In: a pinned `HubRepo`. What a command costs follows from what it reads:
 
     headers, a few bytes (`header`, `peek`)    range requests, several at once; nothing on disk
     configs, tokenizer (`path`, `folder`)      the shared Hub cache, where they stay
-    a conversion (`feed`)                      shards ahead of the jobs, in a folder of the output
-    anything else (`read`)                     shards on demand, in a folder that goes at the end
+    a conversion (`supply`)                    shards ahead of the jobs, dropped behind them
+    anything else (`read`)                     shards on demand, the longest unused dropped first
 
-Shards that the Hub cache has already are read there, and count against no budget.
+Shards that the Hub cache has already are read there, and count against no budget. Others lie in
+`cache_folder`, which a conversion puts into its output's state folder, so that it finds them again
+after it was killed, and which goes when it is done.
 """
 
 from __future__ import annotations
 
 import io
+import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,31 +27,33 @@ from beamq.errors import CheckpointError, HubError
 from beamq.header import parse_header, read_header
 from beamq.hub_repo import HubRepo
 from beamq.open_files import OpenFiles
-from beamq.shard_feed import ShardFeed
+from beamq.shard_supply import ShardSupply
 from beamq.source_files import Header, travels
 
-DEFAULT_CACHE_BYTES = 100_000_000_000
 FIRST_BYTES = 1 << 17  # holds the header of almost every shard
 PEEK_BYTES = 1 << 16
 REQUESTS = 16  # at once
 
 
 class HubFiles:
-    """See the module. `cache_bytes` bounds what `read` keeps on disk."""
+    """See the module. `cache_bytes` bounds the shards on disk."""
 
     parallel = REQUESTS
 
-    def __init__(self, repo: HubRepo, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+    def __init__(
+        self, repo: HubRepo, *, cache_bytes: int, cache_folder: Path | None = None
+    ) -> None:
         self.name = repo.name
         self.label = repo.asked.repo
         self.repo = repo
         self._cache_bytes = cache_bytes
+        self._cache_folder = cache_folder
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._headers: dict[str, Future[Header]] = {}
         self._cached: dict[str, Path | None] = {}
         self._open = OpenFiles(Path(), self._locate)
-        self._feed: ShardFeed | None = None
+        self._supply: ShardSupply | None = None
         self._demand: DemandCache | None = None
 
     def folder(self) -> Path:
@@ -106,7 +111,7 @@ class HubFiles:
         """From disk if the shard is there, by a request if little is asked for, else fetch it."""
         if self._here(file):
             self._open.read(file, offset, out, name)
-        elif out.nbytes <= PEEK_BYTES or self._feed is not None:
+        elif out.nbytes <= PEEK_BYTES or self._supply is not None:
             out[:] = self.repo.read_range(file, offset, out.nbytes)
         else:
             with self._on_demand().hold(file):
@@ -130,26 +135,25 @@ class HubFiles:
         return {file: self.repo.files[file] for file in self._headers if not self._in_cache(file)}
 
     @contextmanager
-    def feed(
-        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
-    ) -> Iterator[ShardFeed]:
-        """Fetch ahead of the jobs; see `ShardFeed`."""
+    def supply(self, jobs: Sequence[Collection[str]]) -> Iterator[ShardSupply]:
+        """Fetch ahead of the jobs; see `ShardSupply`."""
         self._end_demand()
+        self._clear("demand")
         sizes = self.missing_nbytes()
-        feed = ShardFeed(
+        supply = ShardSupply(
             [[file for file in files if file in sizes] for files in jobs],
             sizes=sizes,
-            folder=folder,
-            budget=budget,
+            folder=self._place() / "ahead",
+            budget=self._cache_bytes,
             fetch=self._fetch,
             forget=self._open.forget,
         )
-        with feed:
-            self._feed = feed
+        with supply:
+            self._supply = supply
             try:
-                yield feed
+                yield supply
             finally:
-                self._feed = None
+                self._supply = None
 
     def stamp(self, shards: Sequence[str]) -> str:
         """The commit: it fixes every byte."""
@@ -180,23 +184,34 @@ class HubFiles:
         """Whether reading needs no request, and will not while the caller's job runs."""
         if self._in_cache(file):
             return True
-        feed = self._feed
-        return feed is not None and (feed.folder / file).exists()
+        supply = self._supply
+        return supply is not None and (supply.folder / file).exists()
 
     def _locate(self, file: str) -> Path:
         cached = self._cached.get(file)
         if cached is not None:
             return cached
-        source = self._feed or self._demand
+        source = self._supply or self._demand
         return (source.folder if source is not None else Path()) / file
+
+    def _place(self) -> Path:
+        if self._cache_folder is not None:
+            return self._cache_folder
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HOME) / "beamq"
+
+    def _clear(self, kind: str) -> None:
+        """What an earlier run left of the other kind must not add to the budget."""
+        if self._cache_folder is not None:
+            shutil.rmtree(self._cache_folder / kind, ignore_errors=True)
 
     def _on_demand(self) -> DemandCache:
         with self._lock:
             if self._demand is None:
-                from huggingface_hub import constants
-
+                self._clear("ahead")
                 self._demand = DemandCache(
-                    Path(constants.HF_HOME) / "beamq",
+                    self._place() / "demand",
                     f"{self.repo.asked.repo.replace('/', '--')}-{self.repo.commit[:12]}",
                     sizes=self.repo.files,
                     budget=self._cache_bytes,

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from beamq.checkpoint import HUB_STAMP
 from beamq.errors import OutputBusyError, ResumeError
 from beamq.shards import disk_errors, sync_folder, write_file
 
@@ -133,6 +134,10 @@ def check_identity(identity: Identity, recorded: Mapping[str, Any], folder: Path
     differences = [
         meaning for key, meaning in _MEANING.items() if recorded.get(key) != getattr(identity, key)
     ]
+    if recorded.get("source") != identity.source:
+        differences[differences.index(_MEANING["source"])] = _changed_source(
+            str(recorded.get("source")), identity.source
+        )
     # A changed source or recipe changes the plan as well; name the cause only.
     if len(differences) > 1 and _MEANING["plan"] in differences:
         differences.remove(_MEANING["plan"])
@@ -141,6 +146,14 @@ def check_identity(identity: Identity, recorded: Mapping[str, Any], folder: Path
             f"{folder} was begun with {', '.join(differences)}; run it as before, or start again"
             " with --overwrite"
         )
+
+
+def _changed_source(recorded: str, current: str) -> str:
+    """Names both commits where the source was on the Hub."""
+    if not recorded.startswith(HUB_STAMP):
+        return _MEANING["source"]
+    was, now = recorded.removeprefix(HUB_STAMP), current.removeprefix(HUB_STAMP)
+    return f"the source {was}" + (f" (given now: {now})" if now != current else "")
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:

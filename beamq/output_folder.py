@@ -12,6 +12,7 @@ from pathlib import Path
 
 from beamq.checkpoint import INDEX_NAME
 from beamq.errors import DiskError, ResumeError, UsageError
+from beamq.hub_repo import hub_source
 from beamq.journal import LOCK_NAME, STATE_DIR
 from beamq.plan import Work
 from beamq.shards import PARTIAL, disk_errors, sync_folder
@@ -20,9 +21,11 @@ MANIFEST_NAME = "beamq.json"
 DISK_MARGIN = 64_000_000  # configs, index and file-system overhead, in bytes
 
 
-def check_places(source: Path, output: Path) -> None:
+def check_places(source: str | Path, output: Path) -> None:
     """Raise `UsageError` when source and output overlap."""
-    inner, outer = output.resolve(), source.resolve()
+    if hub_source(source) is not None:
+        return
+    inner, outer = output.resolve(), Path(source).expanduser().resolve()
     if inner == outer or outer in inner.parents or inner in outer.parents:
         raise UsageError(
             f"output {output} lies in, around or on the source {source}; choose a folder apart"
@@ -79,12 +82,21 @@ def remove_stale(output: Path, plan: Work) -> None:
                 path.unlink()
 
 
-def check_space(output: Path, plan: Work, finished_nbytes: int) -> None:
-    """Raise `DiskError` if the rest of the plan does not fit the disk."""
+def fetched_nbytes(plan: Work, cache_bytes: int) -> int:
+    """Disk that shards of a remote source take at most, beside the output."""
+    return min(cache_bytes, sum(plan.remote_shards.values()))
+
+
+def check_space(output: Path, plan: Work, finished_nbytes: int, cache_bytes: int) -> None:
+    """Raise `DiskError` if the rest of the plan and the fetched shards do not fit the disk."""
     reusable = sum(
-        path.stat().st_blocks * 512 for path in output.glob(f"*{PARTIAL}") if path.is_file()
+        path.stat().st_blocks * 512
+        for pattern in (f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*")
+        for path in output.glob(pattern)
+        if path.is_file()
     )
     needed = plan.output_nbytes - finished_nbytes + DISK_MARGIN
+    needed += fetched_nbytes(plan, cache_bytes)
     free = shutil.disk_usage(output).free + reusable
     if needed - DISK_MARGIN > free:
         raise DiskError(

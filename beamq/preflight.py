@@ -43,12 +43,9 @@ def _check_tied(checkpoint: Checkpoint) -> None:
     head = checkpoint.spec("lm_head.weight")
     embedding = checkpoint.spec("model.embed_tokens.weight")
     same = head.dtype == embedding.dtype and head.shape == embedding.shape
-    left, right = bytearray(COMPARE_BYTES), bytearray(COMPARE_BYTES)
     for start in range(0, head.nbytes if same else 0, COMPARE_BYTES):
         size = min(COMPARE_BYTES, head.nbytes - start)
-        a, b = memoryview(left)[:size], memoryview(right)[:size]
-        checkpoint.read_into(head, a, start)
-        checkpoint.read_into(embedding, b, start)
+        a, b = checkpoint.peek_many([(head, start, size), (embedding, start, size)])
         if a != b:
             same = False
             break

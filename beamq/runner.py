@@ -22,7 +22,8 @@ from beamq.config import read_json_object
 from beamq.cpu_engine import PIECE_BYTES
 from beamq.crew import Crew
 from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
-from beamq.journal import Identity, Journal, OutputLock, ShardRecord, check_identity
+from beamq.fetch_order import DEFAULT_CACHE_BYTES, check_budget
+from beamq.journal import STATE_DIR, Identity, Journal, OutputLock, ShardRecord, check_identity
 from beamq.open_shards import OpenShards
 from beamq.output_folder import MANIFEST_NAME
 from beamq.plan import Work
@@ -47,13 +48,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How to run, apart from what. `memory` bounds the group buffers, in bytes."""
+    """How to run, apart from what. `memory` bounds the group buffers, in bytes, `cache_bytes` the
+    shards of a remote source that are on disk at a time."""
 
     workers: int
     memory: int
     resume: bool
     overwrite: bool
     on_progress: Callable[[Progress], None] | None
+    cache_bytes: int = DEFAULT_CACHE_BYTES
 
 
 Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
@@ -79,6 +82,17 @@ def check_memory(work: Work, budget: int) -> None:
             f"--max-host-memory {budget / 1e9:.2f} GB is less than the largest group of linears"
             f" that share a scale ({largest / 1e9:.2f} GB); allow at least that"
         )
+
+
+def check_cache(work: Work, budget: int) -> None:
+    """Raise `DiskError` if the remote shards that one job reads do not fit the cache together."""
+    remote = work.remote_shards
+    check_budget([job.files.intersection(remote) for job in work.jobs], remote, budget)
+
+
+def cache_folder(output: Path, ranks: Ranks) -> Path:
+    """Where a rank keeps shards of a remote source: in the state folder, which goes at the end."""
+    return output / STATE_DIR / f"source-{ranks.rank}"
 
 
 class Runner:
@@ -181,7 +195,7 @@ class Runner:
                     " with --overwrite"
                 )
             finished += shard.nbytes
-        output_folder.check_space(self._output, self._work, finished)
+        output_folder.check_space(self._output, self._work, finished, self._options.cache_bytes)
         output_folder.remove_stale(self._output, self._work)
         journal.open()
 

@@ -2,8 +2,8 @@
 
 `SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub_files.HubFiles`
 a repository on the Hub. Small files have local paths in both. Shards are read by byte range:
-`read` for data that is worked on, `peek` for a few bytes here and there, `feed` around a loop that
-says beforehand which shards it will read.
+`read` for data that is worked on, `peek` for a few bytes here and there, `supply` around a loop
+that says beforehand which shards it will read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Header = tuple[list[TensorSpec], dict[str, str]]
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
 
 
-class Feed(Protocol):
-    """Keeps the shards of running jobs at hand; jobs are numbered as given to `feed`."""
+class Supply(Protocol):
+    """Keeps the shards of running jobs at hand; jobs are numbered as given to `supply`."""
 
     def wait(self, job: int, stopped: Callable[[], bool]) -> None:
         """Return when the job's shards can be read; raises what stands in the way."""
@@ -73,11 +73,8 @@ class SourceFiles(Protocol):
     def missing_nbytes(self) -> Mapping[str, int]:
         """Shards that reading would fetch first, and their bytes."""
 
-    def feed(
-        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
-    ) -> AbstractContextManager[Feed]:
-        """Within the block, shards of `jobs` are fetched into `folder` in time, `budget` bytes at
-        most."""
+    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+        """Within the block, the shards each of `jobs` reads are fetched in time, and dropped."""
 
     def stamp(self, shards: Sequence[str]) -> str:
         """The same text for the same files."""
@@ -86,7 +83,7 @@ class SourceFiles(Protocol):
         """Release everything."""
 
 
-class NoFeed:
+class NoSupply:
     """For files that are all at hand."""
 
     def wait(self, job: int, stopped: Callable[[], bool]) -> None:
@@ -159,11 +156,9 @@ class LocalFiles:
         """None: all is here."""
         return {}
 
-    def feed(
-        self, jobs: Sequence[Collection[str]], folder: Path, budget: int
-    ) -> AbstractContextManager[Feed]:
+    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
         """Nothing to fetch."""
-        return nullcontext(NoFeed())
+        return nullcontext(NoSupply())
 
     def stamp(self, shards: Sequence[str]) -> str:
         """Sizes and modification times of the shards."""

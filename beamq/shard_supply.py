@@ -23,7 +23,7 @@ FETCHERS = 3
 Fetcher = Callable[[str, Path, Callable[[], bool]], Path]
 
 
-class ShardFeed:
+class ShardSupply:
     """Use as a context manager: threads run inside it. `wait` and `finish` are thread safe."""
 
     def __init__(
@@ -56,7 +56,7 @@ class ShardFeed:
             for _ in range(FETCHERS)
         ]
 
-    def __enter__(self) -> ShardFeed:
+    def __enter__(self) -> ShardSupply:
         for thread in self._threads:
             thread.start()
         return self
