@@ -11,7 +11,6 @@ FORMATS = {"nvfp4": "NVFP4", "fp8": "FP8"}
 PEER_GOALS = {"nvfp4-2.4": 15, "fp8-2.4": 10, "nvfp4-8": 15, "fp8-8": 15}
 FLOOR_GOAL = 1.5
 MEMORY_GOAL_GB = 2.0
-KERNEL_GOAL = 25
 
 
 def print_tables(record: dict[str, Any], *, markdown: bool) -> None:
@@ -27,7 +26,6 @@ def print_tables(record: dict[str, Any], *, markdown: bool) -> None:
         ("Against plain copies, files in memory", list(_floor_rows(runs, "floor"))),
         ("Against plain copies, on disk, cold, with fsync", list(_floor_rows(runs, "disk"))),
         ("Peak memory", list(_memory_rows(runs))),
-        ("NVFP4 kernel, million elements/s", list(_kernel_rows(runs))),
     ):
         if len(rows) > 1:
             print(f"\n{title}\n")
@@ -85,15 +83,6 @@ def _memory_rows(runs: Runs) -> Iterable[list[str]]:
             FORMATS[run["form"]], str(run["experts"]), f"{run['read_nbytes'] / 1e9:.2f}",
             f"{run['peak_nbytes'] / 1e9:.3f}", f"{base / 1e9:.3f}",
             f"{(run['peak_nbytes'] - base) / 1e9:.3f}", f"<= {MEMORY_GOAL_GB}",
-        ]  # fmt: skip
-
-
-def _kernel_rows(runs: Runs) -> Iterable[list[str]]:
-    yield ["threads", "ours", "Model-Optimizer", "ratio", "goal", "others"]
-    for run in _of(runs, "kernel", "kernel"):
-        yield [
-            str(run["threads"]), f"{run['ours_per_s'] / 1e6:.0f}", f"{run['peer_per_s'] / 1e6:.1f}",
-            f"{run['ours_per_s'] / run['peer_per_s']:.1f}", f">= {KERNEL_GOAL}", _others([run]),
         ]  # fmt: skip
 
 

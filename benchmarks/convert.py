@@ -11,7 +11,7 @@ attention, dense MLP and experts (`nvfp4-all` against NVFP4A16, `fp8` against FP
 
 Parts: nvfp4-2.4, fp8-2.4, nvfp4-8, fp8-8 (GB of source; ours and the peer), floor (ours and plain
 copies of the same bytes), disk (the same with a cold cache and fsync, in --disk-dir), memory (peak
-above imports, by number of experts), kernel (NVFP4 codes alone against Model-Optimizer's).
+above imports, by number of experts). For the kernels alone see kernels_cpu.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Run:
     """One measurement to make."""
 
     part: str
-    who: str  # ours, peer, floor, imports, kernel
+    who: str  # ours, peer, floor, imports
     form: str  # nvfp4, fp8
     experts: int
     round: int
@@ -61,9 +61,6 @@ class Run:
 
 def plan(part: str, rounds: int) -> Iterator[Run]:
     """The runs of a part, in turn."""
-    if part == "kernel":
-        yield Run(part=part, who="kernel", form="nvfp4", experts=0, round=0)
-        return
     if part == "memory":
         yield Run(part=part, who="imports", form="fp8", experts=0, round=0)
         for experts in (4, 16, 64):
@@ -84,7 +81,7 @@ def plan(part: str, rounds: int) -> Iterator[Run]:
             yield Run(part=part, who=who, form=form, experts=experts, round=index)
 
 
-PARTS = ("nvfp4-2.4", "fp8-2.4", "nvfp4-8", "fp8-8", "floor", "disk", "memory", "kernel")
+PARTS = ("nvfp4-2.4", "fp8-2.4", "nvfp4-8", "fp8-8", "floor", "disk", "memory")
 
 
 def ours(source: Path, output: Path, form: str) -> list[str]:
@@ -142,9 +139,6 @@ class Bench:
             self._options.json.write_text(json.dumps(self._record, indent=1))
 
     def _measure(self, item: Run, workplace: Workplace) -> dict[str, Any]:
-        if item.who == "kernel":
-            cost = run([sys.executable, str(HERE / "kernel_ratio.py")])
-            return {**json.loads(cost.output.splitlines()[-1]), "others": cost.others}
         if item.who == "imports":
             return _told(run([sys.executable, "-c", "import beamq.cli, beamq.convert"]))
         source = workplace.slice(item.experts)
