@@ -230,6 +230,7 @@ class CalibrationPass:
             table = loader.embedding()
             ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
             hidden, first = [table[vector] for vector in ids], 0
+            self._watch.look_at_embeddings(hidden)
         batches = [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
         return first, batches
 

@@ -4,14 +4,13 @@ In: what the collector has of a finished layer, at this rank; hidden states. Out
 statistics over all ranks, and which tokens hold a NaN or infinity, by sequence and position.
 
 A token that is not finite at some input has hidden states that are not finite behind that layer,
-and never gets well again; later tokens of its sequence follow, since attention reads it. So the
-tokens to name are found in the hidden states, once a layer, and the input where it began is
-found in the collector's counts.
+and never gets well again. Its sequence soon follows: attention weighs masked values with 0, and
+0 times infinity is NaN. So bad tokens are looked for in the hidden states, once a layer, and the
+input where it began is found in the collector's counts.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -69,45 +68,52 @@ class TokenWatch:
         """Take up the state of an earlier run."""
         for number, h_TK in enumerate(hidden):
             if not _finite(h_TK):
-                self._bad[number] = ~h_TK.isfinite().all(1)
+                self._bad[number] = (~h_TK.isfinite().all(1)).view(-1, self._length)
         self.dropped, self.names = dropped, list(names)
+
+    def look_at_embeddings(self, hidden: Sequence[torch.Tensor]) -> None:
+        """As `look`, in front of the first layer."""
+        self._look(hidden, "in its embedding")
 
     def look(self, record: LayerRecord, hidden: Sequence[torch.Tensor]) -> None:
         """Find, count and name what went bad in this layer.
 
         Raises `CalibrationError` when more than `MAX_DROPPED_SHARE` of all tokens are bad.
         """
-        fine = torch.stack([_finite(h_TK) for h_TK in hidden]).tolist()
         where = f"at the output of model.layers.{record.layer}"
         if record.suspects:
             where = f"at the input of {next(iter(record.suspects))}"
+        self._look(hidden, where)
+
+    def _look(self, hidden: Sequence[torch.Tensor], where: str) -> None:
+        fine = torch.stack([_finite(h_TK) for h_TK in hidden]).tolist()
         first_row = 0
         for number, h_TK in enumerate(hidden):
             if not fine[number]:
-                bad_T = (~h_TK.isfinite().all(1)).cpu()
-                earlier = self._bad.get(number, torch.zeros_like(bad_T))
-                self._name(bad_T & ~earlier, first_row, record.layer, where)
-                self._bad[number] = bad_T
+                bad_RT = (~h_TK.isfinite().all(1)).cpu().view(-1, self._length)
+                earlier_RT = self._bad.get(number, torch.zeros_like(bad_RT))
+                self._name(bad_RT, earlier_RT.any(1).tolist(), first_row, where)
+                self._bad[number] = bad_RT
             first_row += h_TK.shape[0] // self._length
-        self.dropped = sum(int(bad_T.sum()) for bad_T in self._bad.values())
+        self.dropped = sum(int(bad_RT.sum()) for bad_RT in self._bad.values())
         if self.dropped > MAX_DROPPED_SHARE * self._total:
             raise CalibrationError(
-                f"{self.dropped:,} of {self._total:,} tokens hold NaN or infinity after layer"
-                f" {record.layer}; {self.names[0]}. Check the source's weights, or the data"
+                f"{self.dropped:,} of {self._total:,} tokens hold NaN or infinity:"
+                f" {self.names[-1]}. Check the source's weights, or choose other data"
             )
 
-    def _name(self, new_T: torch.Tensor, first_row: int, layer: int, where: str) -> None:
-        tokens = new_T.nonzero().flatten().tolist()
-        rows = itertools.groupby(tokens, key=lambda token: token // self._length)
-        for row, members in rows:
-            places = [token % self._length for token in members]
+    def _name(
+        self, bad_RT: torch.Tensor, known: Sequence[bool], first_row: int, where: str
+    ) -> None:
+        """Name sequences that were sound so far."""
+        for row, bad_T in enumerate(bad_RT):
+            places = bad_T.nonzero().flatten().tolist()
+            if not places or known[row] or len(self.names) >= MAX_DROPPED_NAMES:
+                continue
             span = f"position {places[0]}"
             if len(places) > 1:
                 span = f"{len(places)} positions from {places[0]} on"
-            if len(self.names) < MAX_DROPPED_NAMES:
-                self.names.append(
-                    f"sequence {first_row + row}, {span}: from layer {layer} on, first {where}"
-                )
+            self.names.append(f"sequence {first_row + row}, {span}: not finite {where}")
 
 
 def _finite(h_TK: torch.Tensor) -> torch.Tensor:

@@ -252,16 +252,18 @@ def test_bad_tokens_are_named_once_and_counted(config: BeamConfig) -> None:
     hidden[1][512:520, 3] = INF
     tokens.look(record_of([0.0, 0.0], [1, 0], 1.0), hidden)
     assert tokens.dropped == 9
+    hidden[0][0, 0] = -INF
+    tokens.look(record_of([0.0, 0.0], [1, 0], 1.0), hidden)
+    assert tokens.dropped == 10
     assert tokens.names == [
-        "sequence 3, position 10: from layer 1 on, first at the input of"
+        "sequence 3, position 10: not finite at the input of"
         " model.layers.1.mlp.experts.0.down_proj",
-        "sequence 3, 8 positions from 12 on: from layer 1 on, first at the output of"
-        " model.layers.1",
+        "sequence 0, position 0: not finite at the output of model.layers.1",
     ]
     again = TokenWatch(length=500, total=2000)
     again.continue_from(hidden, tokens.dropped, tokens.names)
     again.look(record_of([0.0, 0.0], [1, 0], 1.0), hidden)
-    assert (again.dropped, again.names) == (9, tokens.names)
+    assert (again.dropped, again.names) == (10, tokens.names)
 
 
 def test_too_many_bad_tokens_stop_the_run(config: BeamConfig) -> None:
@@ -273,7 +275,7 @@ def test_too_many_bad_tokens_stop_the_run(config: BeamConfig) -> None:
     tokens.look(record_of([1.0, 0.0], [1, 0], 1.0), hidden)
     hidden[0][700] = NAN
     with pytest.raises(
-        CalibrationError, match=r"21 of 2,000 tokens .* after layer 1; sequence 0, 20 positions"
+        CalibrationError, match=r"21 of 2,000 tokens .*: sequence 1, position 200: not finite at"
     ):
         tokens.look(record_of([1.0, 0.0], [1, 0], 1.0), hidden)
 
