@@ -203,7 +203,7 @@ def _finalise(
     work: Work, source: Checkpoint, output: Path, records: Mapping[str, ShardRecord]
 ) -> dict[str, Any]:
     for companion in work.companions:
-        copy_file(source.source.path(companion.source), output / companion.target)
+        copy_file(source.source.path(companion.source), output, companion.target)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     config["dtype"] = "bfloat16"
     manifest = {

@@ -44,7 +44,7 @@ def finalise(
     block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
     manifest = build_manifest(plan, records, input_scales)
     for companion in plan.companions:
-        copy_file(source / companion.source, output / companion.target)
+        copy_file(source / companion.source, output, companion.target)
     for name, text in files.items():
         write_file(output / name, text.encode())
     write_file(output / "README.md", model_card(plan, source_config, source, input_scales).encode())

@@ -159,6 +159,9 @@ class HubFiles:
         """The commit: it fixes every byte."""
         return f"hub:{self.repo.asked.repo}@{self.repo.commit}"
 
+    def changed(self) -> None:
+        """None: a commit does not change, and fetched shards are compared with their headers."""
+
     def close(self) -> None:
         """Stop requests, close files, delete shards fetched on demand."""
         if self._pool is not None:

@@ -1,4 +1,9 @@
-"""Positional reads from a bounded set of open files, shared by threads."""
+"""Positional reads from a bounded set of open files, shared by threads.
+
+A file must stay the one it was when it was first seen: `expect` notes its identity, size and time
+of change, every later opening compares them, and `changed` compares them once more at the end of
+a run. Offsets from one file's header must never be read out of another.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from beamq.errors import CheckpointError
+from beamq.small_files import open_file, unreadable
 
-MAX_OPEN_FILES = 64
+MAX_OPEN_FILES = 32  # two checkpoints beside each other stay far below a limit of 128
 
 
 class OpenFiles:
@@ -25,22 +31,55 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, int] = OrderedDict()
         self._users: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, int, int, int]] = {}
+
+    def expect(self, file: str) -> None:
+        """Remember what a file is now. Raises `CheckpointError` where it cannot be looked at."""
+        try:
+            self._seen[file] = _identity(os.stat(self._locate(file)))
+        except (OSError, ValueError) as fault:
+            raise unreadable(self._locate(file), fault, CheckpointError) from fault
+
+    def size_and_time(self, file: str) -> tuple[int, int]:
+        """Bytes and time of change (ns) of a file, as `expect` saw it."""
+        return self._seen[file][2:]
+
+    def changed(self) -> str | None:
+        """A file that is not what it was when `expect` was called, or None."""
+        for file, seen in self._seen.items():
+            try:
+                if _identity(os.stat(self._locate(file))) == seen:
+                    continue
+            except OSError:
+                pass
+            return file
+        return None
 
     def _acquire(self, file: str) -> int:
         with self._lock:
             descriptor = self._open.get(file)
+            new = descriptor is None
             if descriptor is None:
-                try:
-                    descriptor = os.open(self._locate(file), os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as fault:
-                    raise CheckpointError(
-                        f"{self._locate(file)}: cannot be opened: {fault.strerror}"
-                    ) from fault
-                self._open[file] = descriptor
-                self._evict()
+                descriptor = self._open[file] = self._opened(file)
             self._open.move_to_end(file)
             self._users[file] = self._users.get(file, 0) + 1
+            if new:  # and in use by now, or it might be the one that has to go
+                self._evict()
             return descriptor
+
+    def _opened(self, file: str) -> int:
+        path = self._locate(file)
+        try:
+            descriptor, status = open_file(path)
+        except (OSError, ValueError) as fault:
+            raise unreadable(path, fault, CheckpointError, "cannot be opened") from fault
+        seen = self._seen.get(file)
+        if seen is not None and _identity(status) != seen:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{path}: changed while it was in use; leave the source alone and start again"
+            )
+        return descriptor
 
     def _release(self, file: str) -> None:
         with self._lock:
@@ -66,8 +105,8 @@ class OpenFiles:
                     )
                 done += got
         except OSError as fault:
-            raise CheckpointError(
-                f"{self._locate(file)}: reading {name} failed: {fault.strerror or fault}"
+            raise unreadable(
+                self._locate(file), fault, CheckpointError, f"reading {name[:120]} failed"
             ) from fault
         finally:
             self._release(file)
@@ -87,6 +126,7 @@ class OpenFiles:
         """Close a file that is about to be deleted and that nobody reads."""
         with self._lock:
             descriptor = self._open.pop(file, None)
+            self._seen.pop(file, None)
             if descriptor is not None:
                 os.close(descriptor)
 
@@ -95,3 +135,7 @@ class OpenFiles:
             for descriptor in self._open.values():
                 os.close(descriptor)
             self._open.clear()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -11,17 +11,18 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from beamq.errors import DiskError
+from beamq.errors import CheckpointError, DiskError
+from beamq.small_files import open_file, unreadable
 
 PARTIAL = ".partial"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+COPY_BYTES = 1 << 20
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +52,35 @@ def disk_errors(path: Path, action: str) -> Iterator[None]:
     try:
         yield
     except OSError as fault:
-        if fault.errno in _FULL:
-            remedy = "disk full; free space, then run again with --resume"
-        elif fault.errno == errno.EFBIG:
-            remedy = "file-size limit reached (ulimit -f, or the file system's); use a smaller"
-            remedy += " --max-shard-size"
-        else:
-            remedy = "then run again with --resume"
         what = fault.strerror or str(fault)
+        remedy = _remedy(fault.errno, path)
         raise DiskError(f"{path}: {action} failed: {what}; {remedy}") from fault
+
+
+def _remedy(number: int | None, path: Path) -> str:
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        full = "disk full" if _has_inodes(path.parent) else "the disk has no inode left"
+        return f"{full}; free space, then run again with --resume"
+    if number == errno.EFBIG:
+        return (
+            "file-size limit reached (ulimit -f, or the file system's); use a smaller"
+            " --max-shard-size"
+        )
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "choose a folder that may be written to"
+    if number in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG):
+        return "something is in the way there; choose another output"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "too many open files; raise ulimit -n, then run again with --resume"
+    return "check the disk, then run again with --resume"
+
+
+def _has_inodes(folder: Path) -> bool:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return True
+    return status.f_files == 0 or status.f_favail > 0
 
 
 class ShardWriter:
@@ -69,11 +90,16 @@ class ShardWriter:
         self.shard = shard
         self.final = folder / shard.name
         self.partial = folder / (shard.name + PARTIAL)
+        self._descriptor = -1
         with disk_errors(self.partial, "creating it"):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            self._descriptor = os.open(self.partial, flags, 0o644)
-            os.ftruncate(self._descriptor, shard.nbytes)
-        self.write(0, memoryview(shard.header))
+            self._descriptor = os.open(self.partial, _CREATE, 0o644)
+        try:
+            with disk_errors(self.partial, "making room"):
+                os.ftruncate(self._descriptor, shard.nbytes)
+            self.write(0, memoryview(shard.header))
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset of the file. Raises `DiskError`."""
@@ -84,15 +110,18 @@ class ShardWriter:
 
     def sync(self) -> None:
         """Make the bytes durable and close the file."""
-        with disk_errors(self.partial, "flushing"):
-            os.fsync(self._descriptor)
-        self.abandon()
+        try:
+            with disk_errors(self.partial, "flushing"):
+                os.fsync(self._descriptor)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
         """Close the file and leave it under its temporary name."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with disk_errors(self.partial, "closing"):
+                os.close(descriptor)
 
     def publish(self) -> None:
         """Give the shard its final name; durable on return."""
@@ -118,10 +147,19 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Create a folder and what is missing above it; durable on return."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+    folder.mkdir(exist_ok=True)  # says so where a file is in the way
+
+
 def write_file(path: Path, content: bytes) -> None:
     """Write a small file so that it is either absent, old, or whole and durable."""
     partial = path.with_name(path.name + PARTIAL)
-    with disk_errors(path, "writing"), partial.open("wb") as stream:
+    with disk_errors(path, "writing"), _create(partial) as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -130,16 +168,45 @@ def write_file(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """`write_file` of readable JSON, keys in the order given."""
-    write_file(path, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode())
+    try:
+        text = json.dumps(data, indent=2, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair in somebody's config
+        text = json.dumps(data, indent=2).encode()
+    write_file(path, text + b"\n")
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a companion file's bytes (never a link), whole and durable."""
-    with disk_errors(target, "copying"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(target.name + PARTIAL)
-        with source.open("rb") as reader, partial.open("wb") as writer:
-            shutil.copyfileobj(reader, writer, 1 << 20)
+def copy_file(source: Path, root: Path, relative: str) -> None:
+    """Copy a companion file's bytes to `root`/`relative` (never a link), whole and durable.
+
+    Raises `CheckpointError` where the source cannot be read, `DiskError` for the rest, also where
+    a link stands in place of a sub-folder: it would lead the copy out of the output.
+    """
+    target = root / relative
+    for parent in target.relative_to(root).parents:
+        if (root / parent).is_symlink() and str(parent) != ".":
+            raise DiskError(f"{root / parent}: is a link; beamq writes only inside {root}")
+    partial = target.with_name(target.name + PARTIAL)
+    try:
+        descriptor, _ = open_file(source)
+    except OSError as fault:
+        raise unreadable(source, fault, CheckpointError) from fault
+    with open(descriptor, "rb") as reader, disk_errors(target, "copying"):
+        make_folder(target.parent)
+        with _create(partial) as writer:
+            while piece := _read_piece(reader, source):
+                writer.write(piece)
             writer.flush()
             os.fsync(writer.fileno())
     publish(partial, target)
+
+
+def _create(partial: Path) -> BinaryIO:
+    """An empty file for writing; a link in its place is not followed."""
+    return open(os.open(partial, _CREATE, 0o644), "wb")
+
+
+def _read_piece(reader: BinaryIO, source: Path) -> bytes:
+    try:
+        return reader.read(COPY_BYTES)
+    except OSError as fault:
+        raise unreadable(source, fault, CheckpointError) from fault

@@ -79,6 +79,9 @@ class SourceFiles(Protocol):
     def stamp(self, shards: Sequence[str]) -> str:
         """The same text for the same files."""
 
+    def changed(self) -> str | None:
+        """A shard that is no longer the file whose header was read, or None."""
+
     def close(self) -> None:
         """Release everything."""
 
@@ -132,7 +135,8 @@ class LocalFiles:
         return self._root / file
 
     def header(self, file: str) -> Header:
-        """Read it now."""
+        """Read it now; from here on the file must stay what it is."""
+        self._open.expect(file)
         return read_header(self._root / file, file)
 
     def expect_headers(self, files: Sequence[str]) -> None:
@@ -161,12 +165,16 @@ class LocalFiles:
         return nullcontext(NoSupply())
 
     def stamp(self, shards: Sequence[str]) -> str:
-        """Sizes and modification times of the shards."""
+        """Sizes and modification times of the shards, when their headers were read."""
         lines = []
         for file in shards:
-            status = os.stat(self._root / file)
-            lines.append(f"\n{file}\t{status.st_size}\t{status.st_mtime_ns}")
+            size, moment = self._open.size_and_time(file)
+            lines.append(f"\n{file}\t{size}\t{moment}")
         return "".join(lines)
+
+    def changed(self) -> str | None:
+        """Compare every shard with what it was."""
+        return self._open.changed()
 
     def close(self) -> None:
         """Close every open file."""
