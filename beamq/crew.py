@@ -61,8 +61,14 @@ class Crew:
         with self._checkpoint.supply([job.files for job in self._jobs]) as self._supply:
             for thread in workers:
                 thread.start()
-            for thread in workers:
-                join(thread)
+            try:
+                for thread in workers:
+                    join(thread)
+            except BaseException:  # a second Ctrl-C; nobody may be left writing
+                self._stop.set()
+                for thread in workers:
+                    join(thread)
+                raise
         if self._stop.is_set():
             raise Interrupted("interrupted")
 

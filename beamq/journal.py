@@ -22,10 +22,12 @@ from typing import Any, BinaryIO
 
 from beamq.checkpoint import HUB_STAMP
 from beamq.errors import OutputBusyError, ResumeError
-from beamq.shards import disk_errors, sync_folder, write_file
+from beamq.shards import disk_errors, make_folder, sync_folder, write_file
+from beamq.small_files import parse_json, read_small
 
 STATE_DIR = ".beamq"
 LOCK_NAME = ".beamq.lock"
+MAX_JOURNAL_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,37 +75,37 @@ class Journal:
     def load(self) -> None:
         """Read every rank's records of an earlier run. Raises `ResumeError` if not the same run."""
         self.done = {}
+        if self.state.is_symlink():
+            raise ResumeError(f"{self.state}: is a link, not a folder; start again elsewhere")
         for path in sorted(self.state.glob("journal-*.jsonl")):
             self._load_file(path)
 
     def _load_file(self, path: Path) -> None:
-        with disk_errors(path, "reading the journal"):
-            lines = path.read_bytes().split(b"\n")
+        lines = read_small(path, ResumeError, MAX_JOURNAL_BYTES).split(b"\n")
         # What follows the last newline was cut off by a crash, or is empty.
         entries = [_parse(path, number, line) for number, line in enumerate(lines[:-1], 1)]
         if not entries:
             return
         check_identity(self._identity, entries[0], path.parent.parent)
         for number, entry in enumerate(entries[1:], 2):
-            try:
-                record = ShardRecord(**entry)
-                sound = isinstance(record.name, str) and isinstance(record.nbytes, int)
-            except TypeError:
-                sound = False
-            if not sound:
+            record = _record(entry)
+            if record is None:
                 raise ResumeError(f"{path}: line {number} is not a shard's record; use --overwrite")
             self.done[record.name] = record
 
     def open(self) -> None:
         """Create or continue this rank's file, dropping a cut last line."""
         with disk_errors(self._path, "opening the journal"):
-            self.state.mkdir(exist_ok=True)
-            whole = self._path.read_bytes() if self._path.exists() else b""
+            make_folder(self.state)
+            whole = b""
+            if self._path.exists():
+                whole = read_small(self._path, ResumeError, MAX_JOURNAL_BYTES)
             whole = whole[: whole.rfind(b"\n") + 1]
             if not whole:
                 whole = _line(asdict(self._identity))
             write_file(self._path, whole)
-            self._stream = self._path.open("ab")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._stream = os.fdopen(os.open(self._path, flags), "ab")
             sync_folder(self.state)
 
     def append(self, record: ShardRecord) -> None:
@@ -162,12 +164,37 @@ def _line(entry: Mapping[str, Any]) -> bytes:
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
+        entry = parse_json(line)
+    except ValueError:
         entry = None
     if not isinstance(entry, dict):
         raise ResumeError(f"{path}: line {number} is damaged; start again with --overwrite")
     return entry
+
+
+def _record(entry: Mapping[str, Any]) -> ShardRecord | None:
+    """A line as a record, or None if it is not in the form that `append` writes."""
+    if set(entry) != {"name", "nbytes", "tensors", "counts"}:
+        return None
+    tensors = entry["tensors"]
+    sound = (
+        isinstance(entry["name"], str)
+        and isinstance(entry["nbytes"], int)
+        and isinstance(tensors, dict)
+        and all(isinstance(digest, str) for digest in tensors.values())
+        and sound_counts(entry["counts"])
+    )
+    return ShardRecord(**entry) if sound else None
+
+
+def sound_counts(counts: Any) -> bool:
+    """Whether these are counts as kernels give them: numbers, and `zero_groups`, names."""
+    return isinstance(counts, dict) and all(
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+        if key == "zero_groups"
+        else isinstance(value, int)
+        for key, value in counts.items()
+    )
 
 
 class OutputLock:
@@ -175,17 +202,32 @@ class OutputLock:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_NAME
-        with disk_errors(self._path, "creating the lock"):
-            self._descriptor = os.open(
-                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644
-            )
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
+        with disk_errors(self._path, "taking the lock"):
+            self._descriptor = self._take()
+        if self._descriptor < 0:
             raise OutputBusyError(
                 f"{folder}: another process is writing here; wait for it or choose another output"
-            ) from None
+            )
+
+    def _take(self) -> int:
+        """A locked descriptor, or -1 if another process has the lock."""
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self._path, flags, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The one who held it before may have removed the file that is now locked.
+                if os.path.samestat(os.fstat(descriptor), os.stat(self._path)):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return -1
+            except FileNotFoundError:
+                pass
+            except OSError:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
 
     def release(self) -> None:
         """Remove and unlock."""

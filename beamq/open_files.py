@@ -11,6 +11,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from beamq.errors import CheckpointError
@@ -34,11 +35,9 @@ class OpenFiles:
         self._seen: dict[str, tuple[int, int, int, int]] = {}
 
     def expect(self, file: str) -> None:
-        """Remember what a file is now. Raises `CheckpointError` where it cannot be looked at."""
-        try:
+        """Remember what a file is now; that of one that is not there is for others to say."""
+        with suppress(OSError, ValueError):
             self._seen[file] = _identity(os.stat(self._locate(file)))
-        except (OSError, ValueError) as fault:
-            raise unreadable(self._locate(file), fault, CheckpointError) from fault
 
     def size_and_time(self, file: str) -> tuple[int, int]:
         """Bytes and time of change (ns) of a file, as `expect` saw it."""
@@ -77,7 +76,7 @@ class OpenFiles:
         if seen is not None and _identity(status) != seen:
             os.close(descriptor)
             raise CheckpointError(
-                f"{path}: changed while it was in use; leave the source alone and start again"
+                f"{path}: changed after its header was read; leave the source alone, start again"
             )
         return descriptor
 

@@ -1,7 +1,8 @@
 """Output shards under way, shared by all who fill them, and the thread that makes them durable.
 
 In: results of jobs, from any thread in any order. When a shard's last job is in, the finisher
-thread flushes it, records it in the journal and gives it its name, while the others go on.
+thread flushes it, records it in the journal and gives it its name, while the others go on. Any
+number of shards may be under way; only the few that were used last keep their files open.
 
 The first failure, whoever's it is, sets `stop`; `run` in a thread through `guard` to have it
 remembered. Leaving the `with` block waits for the finisher, closes what is unfinished (it keeps
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from beamq.journal import Journal, ShardRecord
 from beamq.plan import Job, Work
 from beamq.shards import ShardWriter
 from beamq.sinks import JobResult
+
+MAX_OPEN_SHARDS = 16
 
 
 class OpenShards:
@@ -41,6 +44,7 @@ class OpenShards:
         self._left = Counter(job.shard for job in jobs)
         self._lock = threading.Lock()
         self._open: dict[int, ShardWriter] = {}
+        self._awake: OrderedDict[int, None] = OrderedDict()
         self._results: dict[int, list[JobResult]] = {}
         self._finished: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -54,7 +58,7 @@ class OpenShards:
         self._finished.put(None)
         join(self._finisher)
         for writer in self._open.values():
-            writer.abandon()
+            writer.rest()
         ours = self._failure
         # An interruption elsewhere is the echo of a failure here, whose message says more.
         if ours is not None and (error is None or isinstance(error, Interrupted)):
@@ -77,6 +81,12 @@ class OpenShards:
             if writer is None:
                 writer = ShardWriter(self._output, self._work.shards[shard])
                 self._open[shard] = writer
+            self._awake[shard] = None
+            self._awake.move_to_end(shard)
+            while len(self._awake) > MAX_OPEN_SHARDS:
+                oldest, _ = self._awake.popitem(last=False)
+                if oldest in self._open:
+                    self._open[oldest].rest()
             return writer
 
     def add(self, job: Job, result: JobResult) -> None:

@@ -1,8 +1,9 @@
 """The output folder before and after a run: may we write here, is there room, what is stale.
 
 Refused: an output inside (or equal to, or around) the source, a non-empty folder without
-`--overwrite` or `--resume`, one that `--overwrite` would empty though it is no checkpoint, a disk
-too small for what the plan will write.
+`--overwrite` or `--resume`, one that `--overwrite` would empty though it is no checkpoint, or that
+`--resume` would tidy up though no run of ours began there, a disk too small for what the plan will
+write.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from beamq.errors import DiskError, ResumeError, UsageError
 from beamq.hub_repo import hub_source
 from beamq.journal import LOCK_NAME, STATE_DIR
 from beamq.plan import Work
-from beamq.shards import PARTIAL, disk_errors, sync_folder
+from beamq.shards import PARTIAL, disk_errors, make_folder, sync_folder
+from beamq.source_files import WEIGHT_SUFFIXES
 
 MANIFEST_NAME = "beamq.json"
 DISK_MARGIN = 64_000_000  # configs, index and file-system overhead, in bytes
@@ -42,9 +44,15 @@ def prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
     if output.exists() and not output.is_dir():
         raise ResumeError(f"{output}: exists and is not a folder; choose another output")
     with disk_errors(output, "creating the folder"):
-        output.mkdir(parents=True, exist_ok=True)
+        make_folder(output)
         content = {path.name for path in output.iterdir()} - {LOCK_NAME}
-    if not content or resume:
+    if not content:
+        return
+    if resume:
+        if not content & {STATE_DIR, MANIFEST_NAME}:
+            raise ResumeError(
+                f"{output}: not empty, and no run of beamq began here; choose another output"
+            )
         return
     if not overwrite:
         begun = STATE_DIR in content
@@ -61,15 +69,30 @@ def prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 def clear(output: Path) -> None:
-    """Remove what an earlier checkpoint left: first what makes it loadable, then its weights."""
+    """Remove what an earlier checkpoint left: first what makes it loadable, then its weights.
+
+    An empty state folder comes first: whenever this is cut short, `--resume` and `--overwrite`
+    both know the folder for ours.
+    """
     with disk_errors(output, "removing the old checkpoint"):
-        for name in (MANIFEST_NAME, "config.json", INDEX_NAME, "hf_quant_config.json"):
+        state = output / STATE_DIR
+        if state.is_symlink():
+            state.unlink()
+        shutil.rmtree(state, ignore_errors=True)
+        make_folder(state)
+        (output / MANIFEST_NAME).unlink(missing_ok=True)
+        unload(output)
+        for path in output.iterdir():
+            if path.name.endswith((*WEIGHT_SUFFIXES, PARTIAL, ".index.json")):
+                path.unlink()
+
+
+def unload(output: Path) -> None:
+    """Remove what would let an engine load a folder whose weights are still to come."""
+    with disk_errors(output, "removing old configs"):
+        for name in ("config.json", INDEX_NAME, "hf_quant_config.json"):
             (output / name).unlink(missing_ok=True)
         sync_folder(output)
-        for path in output.iterdir():
-            if path.name.endswith((".safetensors", PARTIAL)):
-                path.unlink()
-        shutil.rmtree(output / STATE_DIR, ignore_errors=True)
 
 
 def remove_stale(output: Path, plan: Work) -> None:
@@ -77,7 +100,7 @@ def remove_stale(output: Path, plan: Work) -> None:
     names = {shard.name for shard in plan.shards}
     with disk_errors(output, "removing stale files"):
         for path in output.iterdir():
-            stale = path.name.endswith(".safetensors") and path.name not in names
+            stale = path.name.endswith(WEIGHT_SUFFIXES) and path.name not in names
             if stale or path.name.endswith(PARTIAL):
                 path.unlink()
 

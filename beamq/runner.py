@@ -21,9 +21,17 @@ from beamq.checksum import DEFAULT_ALGORITHM
 from beamq.config import read_json_object
 from beamq.cpu_engine import PIECE_BYTES
 from beamq.crew import Crew
-from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
+from beamq.errors import CheckpointError, Interrupted, MemoryBudgetError, ResumeError
 from beamq.fetch_order import DEFAULT_CACHE_BYTES, check_budget
-from beamq.journal import STATE_DIR, Identity, Journal, OutputLock, ShardRecord, check_identity
+from beamq.journal import (
+    STATE_DIR,
+    Identity,
+    Journal,
+    OutputLock,
+    ShardRecord,
+    check_identity,
+    sound_counts,
+)
 from beamq.open_shards import OpenShards
 from beamq.output_folder import MANIFEST_NAME
 from beamq.plan import Work
@@ -138,7 +146,13 @@ class Runner:
                         self._output, resume=options.resume, overwrite=options.overwrite
                     )
                     lock = OutputLock(self._output)
+                    # Another run may have come and gone between the look and the lock.
+                    output_folder.prepare(
+                        self._output, resume=options.resume, overwrite=options.overwrite
+                    )
             if options.resume and (whole := self._already_whole()) is not None:
+                if self._ranks.first:
+                    journal.remove()  # the last step, if a crash came before it
                 return (whole if self._ranks.first else None), len(self._work.shards)
             with self._ranks.meeting():
                 if self._ranks.first:
@@ -149,6 +163,7 @@ class Runner:
                 journal.open()
             with self._ranks.meeting():
                 self._convert(journal)
+                self._check_source()
             if not self._ranks.first:
                 return None, kept
             journal.load()
@@ -175,17 +190,35 @@ class Runner:
             "input_scales": scales.get(self._scales.key) if isinstance(scales, dict) else None,
         }
         check_identity(self._identity, recorded, self._output)
+        if not sound_counts(manifest.get("counts", {})):
+            raise ResumeError(f"{path}: its counts are damaged; start again with --overwrite")
         return manifest
+
+    def _check_source(self) -> None:
+        """What was read must be what was planned with, to the last byte of the last shard."""
+        changed = self._checkpoint.source.changed()
+        if changed is not None:
+            raise CheckpointError(
+                f"{self._checkpoint.name}/{changed}: changed while it was read, so the output"
+                " would mix two models; leave the source alone and start again with --overwrite"
+            )
 
     def _begin(self, journal: Journal) -> None:
         """First rank: make the folder ready, finish renames that a crash cut short."""
         if not self._options.resume:
             output_folder.clear(self._output)
+        output_folder.unload(self._output)
         journal.load()
         finished = 0
         for shard in self._work.shards:
-            if shard.name not in journal.done:
+            record = journal.done.get(shard.name)
+            if record is None:
                 continue
+            if list(record.tensors) != [tensor.name for tensor in shard.tensors]:
+                raise ResumeError(
+                    f"{self._output}: the journal's record of {shard.name} is not of this plan;"
+                    " start again with --overwrite"
+                )
             final, partial = self._output / shard.name, self._output / f"{shard.name}.partial"
             if not final.exists() and partial.exists():
                 publish(partial, final)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -84,12 +85,18 @@ def _has_inodes(folder: Path) -> bool:
 
 
 class ShardWriter:
-    """One output shard under its temporary name. `write` may be called by many threads."""
+    """One output shard under its temporary name. `write` may be called by many threads.
+
+    `rest` gives the descriptor back while nobody writes; the next write opens the file again. So
+    any number of shards may be under way with few files open.
+    """
 
     def __init__(self, folder: Path, shard: Shard) -> None:
         self.shard = shard
         self.final = folder / shard.name
         self.partial = folder / (shard.name + PARTIAL)
+        self._lock = threading.Lock()
+        self._users = 0
         self._descriptor = -1
         with disk_errors(self.partial, "creating it"):
             self._descriptor = os.open(self.partial, _CREATE, 0o644)
@@ -98,29 +105,42 @@ class ShardWriter:
                 os.ftruncate(self._descriptor, shard.nbytes)
             self.write(0, memoryview(shard.header))
         except BaseException:
-            self.abandon()
+            self.rest()
             raise
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes at an offset of the file. Raises `DiskError`."""
         done = 0
-        with disk_errors(self.partial, "writing"):
+        with disk_errors(self.partial, "writing"), self._in_use() as descriptor:
             while done < data.nbytes:
-                done += os.pwrite(self._descriptor, data[done:], offset + done)
+                done += os.pwrite(descriptor, data[done:], offset + done)
+
+    @contextmanager
+    def _in_use(self) -> Iterator[int]:
+        with self._lock:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self.partial, _CREATE & ~(os.O_CREAT | os.O_TRUNC))
+            self._users += 1
+            descriptor = self._descriptor
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                self._users -= 1
 
     def sync(self) -> None:
         """Make the bytes durable and close the file."""
         try:
-            with disk_errors(self.partial, "flushing"):
-                os.fsync(self._descriptor)
+            with disk_errors(self.partial, "flushing"), self._in_use() as descriptor:
+                os.fsync(descriptor)
         finally:
-            self.abandon()
+            self.rest()
 
-    def abandon(self) -> None:
-        """Close the file and leave it under its temporary name."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            with disk_errors(self.partial, "closing"):
+    def rest(self) -> None:
+        """Close the file, unless somebody writes: it keeps its temporary name."""
+        with self._lock, disk_errors(self.partial, "closing"):
+            if not self._users and self._descriptor >= 0:
+                descriptor, self._descriptor = self._descriptor, -1
                 os.close(descriptor)
 
     def publish(self) -> None:
