@@ -23,9 +23,16 @@ from model_fixtures import (
 )
 from transformers import CompressedTensorsConfig
 
+from beamq.checkpoint import open_checkpoint
+from beamq.config import BeamConfig
 from beamq.formats import fp8
-from beamq.model.logits import logits
+from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.beam import decoder_layer
+from beamq.model.linear import gemm_backend
+from beamq.model.load import LayerLoader
+from beamq.model.logits import embed, logits
 from beamq.model.observe import Quiet
+from beamq.model.run import LayerStream
 from beamq.roles import QUANTIZABLE, Role
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -83,6 +90,25 @@ def test_padded_batches(beam_nano: Path, models: dict[torch.dtype, Any], side: s
     alone = logits(beam_nano, ids[:1][:, kept[0]], dtype=FP32)
     assert relative(ours[0][kept[0]], alone[0]) <= TOLERANCE
     assert ours[~kept].eq(0).all()
+
+
+def test_states_equal_transformers_bit_for_bit(beam_nano: Path) -> None:
+    """Up to a window's length, and with experts summed in the same order (eager), all operations
+    are the same ones in FP32: so is every hidden state, and with it whatever calibration records.
+    """
+    ids = token_ids(2, 64, 2048)
+    model = hf_model(beam_nano, FP32, experts_implementation="eager")
+    with torch.no_grad():
+        theirs = model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    checkpoint = open_checkpoint(beam_nano)
+    config = BeamConfig.from_dict(checkpoint.config)
+    loader = LayerLoader(checkpoint, config, dtype=FP32, device=torch.device("cpu"))
+    layout, gemm = SequenceLayout.rectangle(2, 64), gemm_backend("reference")
+    table = position_table(config, 64, loader.device)
+    (h_TK,) = embed(loader, [ids.flatten()])
+    for index, weights in LayerStream(loader, layers=range(config.num_layers - 1)):
+        h_TK = decoder_layer(h_TK, weights, config, layout, table, gemm=gemm)
+        assert torch.equal(h_TK, theirs[index + 1].flatten(0, 1)), f"after layer {index}"
 
 
 class Routers(Quiet):

@@ -1,0 +1,130 @@
+"""Forward pass on a CPU: tokens/s of beamq and of transformers' BeamForCausalLM, same weights.
+
+Both get the same token ids, dtype and thread count; transformers runs with `sdpa` attention and
+`grouped_mm` experts. Timed are whole prefills up to FP32 logits, in alternating order, and the
+median is shown. "resident" has all layers loaded, as transformers has; "streamed" is
+`beamq.logits` as it is called, which opens and reads the checkpoint each time.
+
+Seconds are of the wall clock; on a machine that others use too, `--cpu-time` counts the process's
+own processor seconds instead (all its threads' together), which they disturb much less.
+
+    python benchmarks/forward_cpu.py CHECKPOINT [--threads 2] [--rounds 7] [--cpu-time]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import BeamForCausalLM
+
+from beamq.checkpoint import open_checkpoint
+from beamq.config import BeamConfig
+from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.beam import decoder_layer, head_logits
+from beamq.model.linear import gemm_backend
+from beamq.model.load import LayerLoader
+from beamq.model.logits import logits
+from beamq.model.run import LayerStream
+
+SHAPES = ((8, 128), (4, 512), (1, 4096))
+CPU = torch.device("cpu")
+
+
+def resident(path: Path, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """beamq's forward pass over layers that stay in memory."""
+    checkpoint = open_checkpoint(path)
+    config = BeamConfig.from_dict(checkpoint.config)
+    loader = LayerLoader(checkpoint, config, dtype=dtype, device=CPU)
+    layers = [weights for _, weights in LayerStream(loader)]
+    head, table_VK, gemm = loader.head(), loader.embedding(), gemm_backend("reference")
+
+    @torch.inference_mode()
+    def run(ids_BT: torch.Tensor) -> torch.Tensor:
+        layout = SequenceLayout.rectangle(*ids_BT.shape)
+        table = position_table(config, layout.longest, CPU)
+        h_TK = table_VK[ids_BT.flatten()]
+        for weights in layers:
+            h_TK = decoder_layer(h_TK, weights, config, layout, table, gemm=gemm)
+        return head_logits(h_TK, head, config).view(*ids_BT.shape, -1)
+
+    return run
+
+
+def theirs(path: Path, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """transformers' forward pass."""
+    model = BeamForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", experts_implementation="grouped_mm"
+    ).eval()
+
+    @torch.inference_mode()
+    def run(ids_BT: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(ids_BT, use_cache=False).logits
+        return out
+
+    return run
+
+
+def medians(
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]],
+    ids_BT: torch.Tensor,
+    rounds: int,
+    clock: Callable[[], float],
+) -> dict[str, float]:
+    """Median seconds of each way, taken in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way(ids_BT)
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = clock()
+            way(ids_BT)
+            seconds[name].append(clock() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    """Print one line for each dtype and shape."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cpu-time", action="store_true")
+    options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    torch.set_num_threads(options.threads)
+    path: Path = options.checkpoint
+    vocab = BeamConfig.from_dict(open_checkpoint(path).config).vocab_size
+    what = "processor" if options.cpu_time else "wall-clock"
+    print(
+        f"torch {torch.__version__}, {options.threads} threads, tokens per {what} second,"
+        f" median of {options.rounds}"
+    )
+    print(f"{'dtype':<9} {'B x T':>9} {'transformers':>13} {'resident':>16} {'streamed':>16}")
+    for dtype in (torch.bfloat16, torch.float32):
+        ways = {
+            "transformers": theirs(path, dtype),
+            "resident": resident(path, dtype),
+            "streamed": lambda ids, dtype=dtype: logits(path, ids, dtype=dtype),
+        }
+        for batch, length in SHAPES:
+            ids_BT = torch.randint(0, vocab, (batch, length))
+            found = medians(ways, ids_BT, options.rounds, clock)
+            rate = {name: ids_BT.numel() / value for name, value in found.items()}
+            cells = [
+                f"{rate[name]:>8.0f} ({rate[name] / rate['transformers']:.2f}x)"
+                for name in ("resident", "streamed")
+            ]
+            shape = f"{batch} x {length}"
+            print(
+                f"{str(dtype)[6:]:<9} {shape:>9} {rate['transformers']:>13.0f} "
+                + " ".join(f"{cell:>16}" for cell in cells)
+            )
+
+
+if __name__ == "__main__":
+    main()
