@@ -1,0 +1,260 @@
+"""Several models side by side: the same tokens through each, one layer of each at a time.
+
+In: opened checkpoints, the source first, and rows of token ids. Out: for each candidate what the
+watchers of this package say of its logits, hidden states, routers and weights.
+
+    layer 0 of source, of candidate 1, of candidate 2;  layer 1 of source, of candidate 1, ...
+
+The one idea: all models advance together, so every comparison happens while both sides are there
+and nothing is stored for later: no logits, no hidden states of layers gone by, no second read of
+weights. In memory are the source's layer, one candidate's and the one that is being read ahead,
+however many layers or candidates there are; of each token, one hidden state for each model.
+
+Limits: whole layers (no slices of experts), one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from numpy import int64
+from numpy.typing import NDArray
+
+from beamq.checkpoint import Checkpoint
+from beamq.config import BeamConfig
+from beamq.errors import ConfigError
+from beamq.eval.divergence import CHUNK_ELEMENTS, Divergence, TokenScores, score_base
+from beamq.eval.layer_error import (
+    LayerError,
+    Powers,
+    RouteRecorder,
+    layer_error,
+    router_agreement,
+)
+from beamq.eval.weight_error import WeightError, changed_tensors, weight_errors
+from beamq.model.attention import SequenceLayout
+from beamq.model.beam import Head, LayerWeights, head_logits
+from beamq.model.linear import Gemm
+from beamq.model.load import LayerLoader
+from beamq.model.logits import embed
+from beamq.model.run import Batch, LayerPass, LayerStream, in_turns
+
+BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
+HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
+SHAPES = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_layers",
+    "vocab_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "top_k",
+    "mlp_layer_types",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How to run: activation dtype, device, and the GEMM of the candidates."""
+
+    dtype: torch.dtype
+    device: torch.device
+    gemm: Gemm
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """One candidate against the source."""
+
+    divergence: Divergence
+    layers: tuple[LayerError, ...]
+    weights: tuple[WeightError, ...]
+    changed: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """What is gathered of a candidate on the way."""
+
+    scores: TokenScores = field(default_factory=TokenScores)
+    routes: RouteRecorder = field(default_factory=RouteRecorder)
+    layers: list[LayerError] = field(default_factory=list)
+    weights: list[WeightError] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def square(self) -> float:
+        """Squared relative error behind the last layer so far."""
+        return self.layers[-1].relative.value ** 2 if self.layers else 0.0
+
+    def findings(self) -> Findings:
+        return Findings(
+            divergence=self.scores.result(),
+            layers=tuple(self.layers),
+            weights=tuple(self.weights),
+            changed=tuple(self.changed),
+        )
+
+
+def run_side_by_side(
+    source: Checkpoint,
+    candidates: Sequence[Checkpoint],
+    ids_BT: NDArray[int64],
+    options: StreamOptions,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Findings]:
+    """Findings for each candidate. Rows of `ids_BT` are whole sequences.
+
+    `progress` is called with bytes of weights that were run and that will be in all. Raises
+    `ConfigError` for a candidate that is another model, and what loading raises.
+    """
+    checkpoints = [source, *candidates]
+    configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
+    for checkpoint, config in zip(candidates, configs[1:], strict=True):
+        _expect_alike(configs[0], config, checkpoint.name)
+    with _loaders(checkpoints, configs, options) as loaders:
+        run = _SideBySide(loaders, ids_BT, options)
+        run.layers(progress)
+        run.heads()
+    return [candidate.findings() for candidate in run.candidates]
+
+
+@contextmanager
+def _loaders(
+    checkpoints: Sequence[Checkpoint], configs: Sequence[BeamConfig], options: StreamOptions
+) -> Iterator[list[LayerLoader]]:
+    loaders: list[LayerLoader] = []
+    try:
+        for checkpoint, config in zip(checkpoints, configs, strict=True):
+            loaders.append(
+                LayerLoader(checkpoint, config, dtype=options.dtype, device=options.device)
+            )
+        yield loaders
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+class _SideBySide:
+    """One run: passes of all models over the same batches; the source is at place 0."""
+
+    def __init__(
+        self, loaders: Sequence[LayerLoader], ids_BT: NDArray[int64], options: StreamOptions
+    ) -> None:
+        self._loaders = loaders
+        self._config = loaders[0].config
+        self._ids_BT = torch.from_numpy(ids_BT)
+        length = ids_BT.shape[1]
+        rows = max(1, BATCH_TOKENS[options.device.type] // length)
+        self._rows = self._ids_BT.split_with_sizes(_equal_parts(ids_BT.shape[0], rows))
+        self._base_routes = RouteRecorder()
+        self.candidates = [_Candidate() for _ in loaders[1:]]
+        recorders = [self._base_routes, *(each.routes for each in self.candidates)]
+        self._streams = [LayerStream(loader) for loader in loaders]
+        self._passes = [
+            LayerPass(stream, self._embedded(stream.loader), gemm=options.gemm, observers=[routes])
+            for stream, routes in zip(self._streams, recorders, strict=True)
+        ]
+
+    def _embedded(self, loader: LayerLoader) -> list[Batch]:
+        states = embed(loader, [rows.flatten() for rows in self._rows])
+        layouts = [SequenceLayout.rectangle(*rows.shape) for rows in self._rows]
+        return [Batch(h_TK=h, layout=layout) for h, layout in zip(states, layouts, strict=True)]
+
+    def layers(self, progress: Callable[[int, int], None] | None) -> None:
+        """All models through all layers, comparing behind each."""
+        total = sum(
+            spec.nbytes for loader in self._loaders for spec in loader.checkpoint.tensors.values()
+        )
+        turns = self._config.num_layers * len(self._loaders)
+        base: LayerWeights | None = None
+        base_chosen: list[torch.Tensor] = []
+        for done, (place, index, weights) in enumerate(in_turns(self._streams), 1):
+            self._passes[place].apply(weights)
+            if place == 0:
+                base, base_chosen = weights, self._base_routes.take()
+            elif base is not None:
+                self._compare(place, index, base, weights, base_chosen)
+            if place == len(self._passes) - 1:
+                base = None  # or it would live on while the next layer is waited for
+            del weights
+            if progress is not None:
+                progress(total * done // turns, total)
+
+    def _compare(
+        self,
+        place: int,
+        index: int,
+        base: LayerWeights,
+        weights: LayerWeights,
+        base_chosen: Sequence[torch.Tensor],
+    ) -> None:
+        candidate = self.candidates[place - 1]
+        powers = Powers()
+        for number in range(len(self._rows)):
+            powers.add(self._passes[0].state(number), self._passes[place].state(number))
+        router = router_agreement(base_chosen, candidate.routes.take())
+        candidate.layers.append(layer_error(index, powers, candidate.square, router))
+        candidate.weights += weight_errors(base, weights, self._config)
+        candidate.changed += changed_tensors(base, weights)
+
+    def heads(self) -> None:
+        """Logits of all models, some tokens at a time, reduced to scores at once."""
+        heads = [loader.head() for loader in self._loaders]
+        self._compare_heads(heads)
+        step = max(1, HEAD_ELEMENTS // self._config.vocab_size)
+        with torch.inference_mode():
+            for number, rows in enumerate(self._rows):
+                next_T = _following(rows).to(heads[0].norm.device)
+                states = [run.state(number) for run in self._passes]
+                for start in range(0, next_T.numel(), step):
+                    some = slice(start, start + step)
+                    logits = (
+                        head_logits(h_TK[some], head, loader.config)
+                        for h_TK, head, loader in zip(states, heads, self._loaders, strict=True)
+                    )
+                    self._score(next_T[some], list(logits))
+
+    def _score(self, next_T: torch.Tensor, logits: Sequence[torch.Tensor]) -> None:
+        """FP64 work on a few tokens at a time, so that its temporaries stay in the cache."""
+        step = max(1, CHUNK_ELEMENTS // self._config.vocab_size)
+        for start in range(0, next_T.numel(), step):
+            some = slice(start, start + step)
+            base = score_base(logits[0][some], next_T[some])
+            for candidate, logits_TV in zip(self.candidates, logits[1:], strict=True):
+                candidate.scores.add(base, logits_TV[some])
+
+    def _compare_heads(self, heads: Sequence[Head]) -> None:
+        for candidate, head in zip(self.candidates, heads[1:], strict=True):
+            if not torch.equal(heads[0].norm, head.norm):
+                candidate.changed.append("model.norm.weight")
+            if not torch.equal(heads[0].output_VK, head.output_VK):
+                candidate.changed.append("lm_head.weight")
+
+
+def _equal_parts(count: int, most: int) -> list[int]:
+    """`count` rows in parts of at most `most`."""
+    whole, rest = divmod(count, most)
+    return [most] * whole + [rest] * bool(rest)
+
+
+def _following(rows_BT: torch.Tensor) -> torch.Tensor:
+    """The token after each of the packed tokens, -1 at the end of a row."""
+    ends_B1 = torch.full((rows_BT.shape[0], 1), -1, dtype=rows_BT.dtype)
+    return torch.cat((rows_BT[:, 1:], ends_B1), dim=1).flatten()
+
+
+def _expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
+    for key in SHAPES:
+        if getattr(base, key) != getattr(other, key):
+            raise ConfigError(
+                f"{name}: {key} is {str(getattr(other, key))[:60]}, in the source"
+                f" {str(getattr(base, key))[:60]}; only checkpoints of one model can be compared"
+            )
