@@ -72,7 +72,7 @@ def given_input_scales(
     from beamq.calib.stats_file import load_stats
 
     stats = load_stats(Path(calibration))
-    stats.check_model(checkpoint.content_digest(), checkpoint.root.name)
+    stats.check_model(checkpoint.content_digest(), checkpoint.label)
     return from_statistics(plan, stats)
 
 

@@ -23,8 +23,9 @@ import torch
 
 from beamq.calib.collect import Collector
 from beamq.calib.prepared import Prepared
-from beamq.calib.state import RunState
+from beamq.calib.state import RunState, Saved
 from beamq.calib.stats import CalibrationStats
+from beamq.calib.supplied import SuppliedLoader
 from beamq.calib.watch import TokenWatch, combine
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
@@ -137,6 +138,7 @@ class CalibrationPass:
         self._state = state
         self._after = after
         self._tap = tap
+        self._stopped = stopped
         rows = max(1, BATCH_TOKENS[device.type] // data.sequence_length)
         self._rows = [
             slice(first, min(first + rows, data.samples)) for first in range(0, data.samples, rows)
@@ -151,7 +153,7 @@ class CalibrationPass:
             stopped=stopped,
         )
         self._stats = CalibrationStats(
-            model_name=checkpoint.root.resolve().name,
+            model_name=checkpoint.label,
             model_fingerprint=prepared.fingerprint,
             experts=options.experts,
             total_tokens=data.tokens,
@@ -173,12 +175,21 @@ class CalibrationPass:
             return final
         exchange = exchange_for(self._ranks, self._config)
         plan = self._device_plan(exchange)
-        loader = LayerLoader(
-            self._checkpoint, self._config, dtype=self._dtype, device=self._device, tap=self._tap
-        )
-        try:
-            first, batches = self._start(loader)
-            alone = isinstance(exchange, Alone)
+        saved = self._state.load()
+        first = 0 if saved is None else saved.layer + 1
+        alone = isinstance(exchange, Alone)
+        with SuppliedLoader(
+            self._checkpoint,
+            self._config,
+            first=first,
+            experts=exchange.experts,
+            keep_rest=self._tap is not None,
+            stopped=self._stopped,
+            dtype=self._dtype,
+            device=self._device,
+            tap=self._tap,
+        ) as loader:
+            batches = self._embed(loader) if saved is None else self._take_up(saved)
             stream = LayerStream(
                 loader,
                 layers=range(first, self._config.num_layers),
@@ -194,8 +205,6 @@ class CalibrationPass:
                 done=lambda layer: self._finish(layer, batches),
                 exchange=None if alone else exchange,
             )
-        finally:
-            loader.close()
         return self._stats
 
     def _device_plan(self, exchange: ExpertExchange) -> DevicePlan:
@@ -213,26 +222,27 @@ class CalibrationPass:
             budget=budget,
         )
 
-    def _start(self, loader: LayerLoader) -> tuple[int, list[Batch]]:
-        """The first layer to run and the states in front of it, saved or embedded."""
+    def _embed(self, loader: LayerLoader) -> list[Batch]:
+        """The states in front of the first layer."""
+        nbytes = self._data.tokens * self._config.hidden_size * self._dtype.itemsize
+        if self._ranks.first:
+            self._state.check_space(nbytes)
+        table = loader.embedding()
+        ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
+        hidden = [table[vector] for vector in ids]
+        self._watch.look_at_embeddings(hidden)
+        return self._batches(hidden)
+
+    def _take_up(self, saved: Saved) -> list[Batch]:
+        """The states an earlier run saved."""
+        self._stats = saved.stats
+        self._watch.continue_from(saved.hidden, saved.stats.dropped_rows, saved.stats.dropped_names)
+        return self._batches(saved.hidden)
+
+    def _batches(self, hidden: Sequence[torch.Tensor]) -> list[Batch]:
         length = self._data.sequence_length
         layouts = [SequenceLayout.rectangle(r.stop - r.start, length) for r in self._rows]
-        saved = self._state.load()
-        if saved is not None:
-            self._stats = saved.stats
-            self._watch.continue_from(
-                saved.hidden, saved.stats.dropped_rows, saved.stats.dropped_names
-            )
-            hidden, first = saved.hidden, saved.layer + 1
-        else:
-            nbytes = self._data.tokens * self._config.hidden_size * self._dtype.itemsize
-            self._state.check_space(nbytes)
-            table = loader.embedding()
-            ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
-            hidden, first = [table[vector] for vector in ids], 0
-            self._watch.look_at_embeddings(hidden)
-        batches = [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
-        return first, batches
+        return [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
 
     def _finish(self, layer: int, batches: Sequence[Batch]) -> None:
         record = combine(self._ranks.gather(self._collector.take(layer)))

@@ -21,6 +21,7 @@ from beamq.calib.stats_file import load_stats, save_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import CalibrationError, Interrupted, ResumeError
+from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.journal import OutputLock
 from beamq.ranks import current_ranks
 from beamq.signals import stop_on_signals
@@ -48,6 +49,7 @@ def calibrate(
     device: str = "auto",
     gemm: str = "reference",
     max_device_memory: int | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
     resume: bool = False,
     overwrite: bool = False,
     on_data: Callable[[CalibrationData], None] = lambda data: None,
@@ -55,6 +57,7 @@ def calibrate(
 ) -> CalibrationStats:
     """Run a BF16, F16 or F32 Beam on text and write what its linears saw to the file `stats`.
 
+    `source` is a folder or `org/name[@revision]` on the Hub (at most `cache_bytes` of it on disk).
     See `CalibrationOptions` for what can be asked. Under torchrun, experts are split over ranks;
     statistics are bit for bit those of one process. `on_data` is called with the tokens, `on_layer`
     after each layer. Raises `CalibrationError` for data, or for activations that are not finite;
@@ -76,7 +79,8 @@ def calibrate(
     ranks = current_ranks()
     target = Path(stats).expanduser()
     try:
-        with open_checkpoint(source) as checkpoint:
+        place, budget = state_folder(target) / f"source-{ranks.rank}", cache_bytes // ranks.world
+        with open_checkpoint(source, cache_bytes=budget, cache_folder=place) as checkpoint:
             map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
             prepared = Prepared(checkpoint, options, ranks)
             if ranks.first:
@@ -90,6 +94,11 @@ def calibrate(
         ranks.leave()
 
 
+def state_folder(target: Path) -> Path:
+    """Where a run that makes the file `target` keeps its state."""
+    return target.with_name(target.name + STATE_SUFFIX)
+
+
 def _finished(
     target: Path, prepared: Prepared, *, resume: bool, overwrite: bool
 ) -> CalibrationStats | None:
@@ -99,7 +108,7 @@ def _finished(
     if not resume:
         raise ResumeError(f"{target}: exists; give --overwrite to replace it, or another name")
     found = load_stats(target)
-    found.check_model(prepared.fingerprint, prepared.checkpoint.root.name)
+    found.check_model(prepared.fingerprint, prepared.checkpoint.label)
     options = prepared.options
     same = (
         found.data_digests == (prepared.data.digest,)
@@ -121,7 +130,7 @@ def _run(
     from beamq.calib.state import RunState
 
     ranks = prepared.ranks
-    state = RunState(target.with_name(target.name + STATE_SUFFIX), prepared.identity())
+    state = RunState(state_folder(target), prepared.identity())
     lock: OutputLock | None = None
     try:
         with ranks.meeting():
