@@ -39,10 +39,9 @@ from beamq.model.attention import SequenceLayout
 from beamq.model.beam import Head, LayerWeights, head_logits
 from beamq.model.linear import Gemm
 from beamq.model.load import LayerLoader
-from beamq.model.logits import embed
+from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.model.run import Batch, LayerPass, LayerStream, in_turns
 
-BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
 SHAPES = (
     "hidden_size",
@@ -152,7 +151,7 @@ class _SideBySide:
         self._config = loaders[0].config
         self._ids_BT = torch.from_numpy(ids_BT)
         length = ids_BT.shape[1]
-        rows = max(1, BATCH_TOKENS[options.device.type] // length)
+        rows = max(1, BATCH_TOKENS // length)
         self._rows = self._ids_BT.split_with_sizes(_equal_parts(ids_BT.shape[0], rows))
         self._base_routes = RouteRecorder()
         self.candidates = [_Candidate() for _ in loaders[1:]]
@@ -162,31 +161,40 @@ class _SideBySide:
             LayerPass(stream, self._embedded(stream.loader), gemm=options.gemm, observers=[routes])
             for stream, routes in zip(self._streams, recorders, strict=True)
         ]
+        self._compare_embeddings()
 
     def _embedded(self, loader: LayerLoader) -> list[Batch]:
         states = embed(loader, [rows.flatten() for rows in self._rows])
         layouts = [SequenceLayout.rectangle(*rows.shape) for rows in self._rows]
         return [Batch(h_TK=h, layout=layout) for h, layout in zip(states, layouts, strict=True)]
 
+    def _compare_embeddings(self) -> None:
+        for candidate, run in zip(self.candidates, self._passes[1:], strict=True):
+            for number in range(len(self._rows)):
+                if not torch.equal(self._passes[0].state(number), run.state(number)):
+                    candidate.changed.append("model.embed_tokens.weight")
+                    break
+
     def layers(self, progress: Callable[[int, int], None] | None) -> None:
         """All models through all layers, comparing behind each."""
         total = sum(
             spec.nbytes for loader in self._loaders for spec in loader.checkpoint.tensors.values()
         )
-        turns = self._config.num_layers * len(self._loaders)
+        models = len(self._loaders)
         base: LayerWeights | None = None
         base_chosen: list[torch.Tensor] = []
-        for done, (place, index, weights) in enumerate(in_turns(self._streams), 1):
+        for place, index, weights in in_turns(self._streams):
             self._passes[place].apply(weights)
             if place == 0:
                 base, base_chosen = weights, self._base_routes.take()
             elif base is not None:
                 self._compare(place, index, base, weights, base_chosen)
-            if place == len(self._passes) - 1:
+            if place == models - 1:
                 base = None  # or it would live on while the next layer is waited for
             del weights
             if progress is not None:
-                progress(total * done // turns, total)
+                done = index * models + place + 1
+                progress(total * done // (self._config.num_layers * models), total)
 
     def _compare(
         self,

@@ -162,8 +162,11 @@ def _row_sums(base: LinearWeight, other: LinearWeight) -> torch.Tensor | None:
 
     None for weights that were stored unquantized on both sides and are equal.
     """
-    dense = isinstance(base, DenseWeight) and isinstance(other, DenseWeight)
-    if dense and torch.equal(base.w_NK, other.w_NK):
+    if (
+        isinstance(base, DenseWeight)
+        and isinstance(other, DenseWeight)
+        and torch.equal(base.w_NK, other.w_NK)
+    ):
         return None
     rows, width = _shape(base)
     step = max(1, CHUNK_ELEMENTS // width)
