@@ -262,6 +262,17 @@ def test_nan_and_infinity_stop_the_run_and_are_located(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+def test_fp32_values_beyond_bf16_are_refused(nano_copy: Path, tmp_path: Path) -> None:
+    def enlarge(tensors: st.Tensors) -> None:
+        dtype, shape, _ = tensors["model.norm.weight"]
+        values = np.full(shape, 3.4e38, "<f4")
+        tensors["model.norm.weight"] = ("F32", shape, values.tobytes())
+
+    st.edit(nano_copy / "model.safetensors", enlarge)
+    with pytest.raises(TensorError, match=r"model\.norm\.weight holds values beyond BF16"):
+        convert(nano_copy, tmp_path / "out", "fp8")
+
+
 def test_a_nan_is_located_by_its_indices(nano_copy: Path, tmp_path: Path) -> None:
     poison(
         nano_copy, "model.layers.6.mlp.experts.15.down_proj.weight", 2 * (64 * 3 + 5), b"\xc0\x7f"
@@ -303,9 +314,7 @@ def test_tied_heads_that_differ_are_refused(nano_copy: Path, tmp_path: Path) -> 
     assert "lm_head.weight" not in tensors_of(convert(nano_copy, tmp_path / "c"))
 
 
-def test_nvfp4_without_scales_names_both_ways(beam_nano: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"beamq calibrate .* or --no-calibration"):
-        quantize(beam_nano, tmp_path / "out", recipe="nvfp4")
+def test_options_about_scales_that_contradict_each_other(beam_nano: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="contradict"):
         quantize(beam_nano, tmp_path / "out", calibration="x", no_calibration=True)
     with pytest.raises(UsageError, match="per token"):
