@@ -113,7 +113,11 @@ class CpuEngine:
                 size = nbytes // item * out_item
                 self._codes = _grown(self._codes, size)
                 converted = memoryview(self._codes)[:size]
-                cpu.convert(view, spec.dtype, converted, output.dtype)
+                if cpu.convert(view, spec.dtype, converted, output.dtype):
+                    raise TensorError(
+                        f"{spec.file}: {spec.name} holds values beyond {output.dtype}'s range"
+                        " (3.4e38); they would become infinite. Repair the source"
+                    )
                 view = converted
             sink.append(view)
         sink.finish(result)
