@@ -12,6 +12,7 @@ precision of the source. The keys, all of them:
     kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
                  Beam refuses them)
     exclude      patterns of modules to leave precise (see `matches`)
+    bounds       what a sound result may lose at most (see `Bounds`); changes no byte of an output
 
 One format only: files that mix NVFP4 and FP8 load in vLLM alone, so such rules are refused.
 """
@@ -38,6 +39,21 @@ MAX_RECIPE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What `verify --level forward` and comparison reports hold a result against; None: nothing.
+
+    `mean_kld` in nats a token and `weight_error` (relative RMS of any one quantized linear) are
+    the most allowed; `same_top` (share of tokens with the same likeliest next token) and
+    `router_overlap` (share of chosen experts in common, in any one layer) the least.
+    """
+
+    mean_kld: float | None = None
+    same_top: float | None = None
+    router_overlap: float | None = None
+    weight_error: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A checked recipe. Build one with `load_recipe` or `parse_recipe`."""
 
@@ -47,6 +63,7 @@ class Recipe:
     scales: str = "max"
     kv_cache: str = "none"
     exclude: tuple[str, ...] = ()
+    bounds: Bounds = Bounds()
 
     @property
     def format(self) -> str:
@@ -63,7 +80,7 @@ class Recipe:
     def digest(self) -> str:
         """SHA-256 of everything that can change a byte of the output."""
         data = self.to_dict()
-        del data["summary"]
+        del data["summary"], data["bounds"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def with_options(self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None) -> Recipe:
@@ -134,6 +151,7 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
         scales=_choice(data, "scales", "max", ("max",), origin),
         kv_cache=_choice(data, "kv_cache", "none", ("none", "fp8"), origin),
         exclude=tuple(exclude),
+        bounds=_bounds(data.get("bounds", {}), origin),
     )
 
 
@@ -163,6 +181,20 @@ def _rules(value: Any, origin: str) -> dict[Role, str]:
             " them. Use one format"
         )
     return rules
+
+
+def _bounds(value: Any, origin: str) -> Bounds:
+    known = [field.name for field in dataclasses.fields(Bounds)]
+    if not isinstance(value, Mapping) or any(key not in known for key in value):
+        raise RecipeError(f"{origin}: bounds may hold {', '.join(known)}, each with a number")
+    for key, limit in value.items():
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        most = 1.0 if key in ("same_top", "router_overlap") else float("inf")
+        if limit is not None and not (number and 0 <= limit <= most):
+            raise RecipeError(
+                f"{origin}: bounds.{key} is {str(limit)[:60]!r}, expected a number from 0 to {most}"
+            )
+    return Bounds(**value)
 
 
 def _choice(
