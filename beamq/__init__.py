@@ -3,12 +3,14 @@
 Everything the command line does is one call here:
 
     make_plan, quantize, dequantize     from headers to a plan, from a plan to a folder
+    calibrate, merge_statistics         what a model's linears see on text, for input scales
     verify, inspect_checkpoint          is a folder what the engines will load? what is it?
     logits                              Beam's own forward pass over any of its formats
     open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
 
 with the errors they raise and the records they return. Names are imported when first used, so
-that `import beamq` costs nothing; only `logits` brings torch.
+that `import beamq` costs nothing; only what runs the model brings torch (a conversion that
+calibrates, too).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from beamq.version import __version__
 
 if TYPE_CHECKING:
+    from beamq.calib.layerwise import calibrate, merge_statistics
+    from beamq.calib.stats import CalibrationStats
     from beamq.checkpoint import Checkpoint, open_checkpoint
     from beamq.config import BeamConfig
     from beamq.convert import QuantizeResult, quantize
@@ -59,6 +63,7 @@ __all__ = [
     "BeamConfig",
     "BeamqError",
     "CalibrationError",
+    "CalibrationStats",
     "CheckFailed",
     "Checkpoint",
     "CheckpointError",
@@ -86,17 +91,21 @@ __all__ = [
     "UsageError",
     "VerifyReport",
     "__version__",
+    "calibrate",
     "dequantize",
     "inspect_checkpoint",
     "load_recipe",
     "logits",
     "make_plan",
+    "merge_statistics",
     "open_checkpoint",
     "quantize",
     "verify",
 ]
 
 _HOMES = {
+    "beamq.calib.layerwise": ("calibrate", "merge_statistics"),
+    "beamq.calib.stats": ("CalibrationStats",),
     "beamq.checkpoint": ("Checkpoint", "open_checkpoint"),
     "beamq.config": ("BeamConfig",),
     "beamq.convert": ("QuantizeResult", "quantize"),

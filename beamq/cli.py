@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from beamq import outcome
+from beamq.cli_calibrate import calibrate
 from beamq.cli_options import (
     AsJson,
     Checkpoint,
+    Data,
     Debug,
+    Device,
+    DeviceMemory,
+    DtypeOption,
     Exclude,
+    ExpertsOption,
     HostMemory,
     KvCacheOption,
     Level,
@@ -27,6 +33,9 @@ from beamq.cli_options import (
     Quiet,
     Recipe,
     Resume,
+    Samples,
+    Seed,
+    SequenceLength,
     ShardSize,
     Source,
     Verbose,
@@ -145,6 +154,9 @@ def plan(
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
 
 
+app.command()(calibrate)
+
+
 @app.command()
 def quantize(
     source: Source,
@@ -157,6 +169,18 @@ def quantize(
     no_calibration: Annotated[
         bool, typer.Option("--no-calibration", help="NVFP4 input scales all 1.0 instead.")
     ] = False,
+    data: Data = None,
+    samples: Samples = None,
+    sequence_length: SequenceLength = None,
+    seed: Seed = None,
+    experts: ExpertsOption = None,
+    dtype: DtypeOption = None,
+    device: Device = "auto",
+    max_device_memory: DeviceMemory = None,
+    statistics: Annotated[
+        Path | None,
+        typer.Option("--statistics", metavar="STATS", help="Keep what calibration saw, here."),
+    ] = None,
     exclude: Exclude = None,
     kv_cache: KvCacheOption = None,
     max_shard_size: ShardSize = "5GB",
@@ -174,11 +198,13 @@ def quantize(
 ) -> None:
     """Convert a BF16 Beam into an NVFP4 or FP8 one.
 
-    NVFP4 needs input scales: --calibration STATS, or --no-calibration. A run that was stopped
-    goes on with --resume, and ends with the same bytes.
+    NVFP4 needs input scales. The run calibrates on the way, on --data or a default text; or takes
+    them from --calibration STATS; or leaves them constant with --no-calibration. A run that was
+    stopped goes on with --resume, and ends with the same bytes.
     """
 
     def body(screen: Screen) -> None:
+        from beamq.calib_view import coverage_blocks, data_blocks
         from beamq.convert import quantize as convert
         from beamq.input_scales import CONSTANT_NOTE
         from beamq.plan import Plan
@@ -211,6 +237,17 @@ def quantize(
                 recipe=recipe,
                 calibration=calibration,
                 no_calibration=no_calibration,
+                data=data or (),
+                samples=samples,
+                sequence_length=sequence_length,
+                seed=seed,
+                experts=None if experts is None else experts.value,
+                dtype=None if dtype is None else dtype.value,
+                device=device,
+                max_device_memory=None
+                if max_device_memory is None
+                else parse_size(max_device_memory, "--max-device-memory"),
+                statistics=statistics,
                 exclude=exclude or (),
                 kv_cache=kv_cache,
                 max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
@@ -220,8 +257,11 @@ def quantize(
                 overwrite=overwrite,
                 dry_run=dry_run,
                 on_plan=announce,
+                on_data=lambda found: screen.say(*data_blocks(found)),
                 on_progress=on_progress,
             )
+        if result.stats is not None and current_ranks().first:
+            screen.say(*coverage_blocks(result.stats))
         if current_ranks().first:
             screen.show(
                 lambda: quantize_data(result, source, dry_run=dry_run),

@@ -19,6 +19,20 @@ class KvCache(StrEnum):
     fp8 = "fp8"
 
 
+class Experts(StrEnum):
+    """What `--experts` takes."""
+
+    routed = "routed"
+    all = "all"
+
+
+class Dtype(StrEnum):
+    """What `--dtype` takes."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
 class Level(StrEnum):
     """What `--level` takes."""
 
@@ -67,6 +81,51 @@ Workers = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an earlier run stopped.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in OUTPUT.")]
+Data = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--data",
+        metavar="D",
+        help="Text: a file, a folder, .jsonl, .parquet or a dataset's id; D:0.3 weighs it."
+        " May be repeated.",
+        show_default="Python's standard library",
+    ),
+]
+Samples = Annotated[
+    int | None,
+    typer.Option("--samples", min=1, help="Rows of tokens.", show_default="256; 128 on a CPU"),
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length", min=1, help="Tokens of a row.", show_default="2048; 512 on a CPU"
+    ),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Order of the data.", show_default="0")]
+ExpertsOption = Annotated[
+    Experts | None,
+    typer.Option(
+        "--experts",
+        help="Tokens an expert is calibrated on: those routed to it, or all.",
+        show_default="routed",
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Of activations.", show_default="bfloat16"),
+]
+Device = Annotated[
+    str, typer.Option("--device", help="auto (a GPU where there is one), cpu, cuda or cuda:N.")
+]
+DeviceMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--max-device-memory",
+        metavar="SIZE",
+        help="Bound on the forward pass, as 20GB.",
+        show_default="what a GPU has free",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out of lists.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]

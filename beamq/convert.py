@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from beamq import output_folder
+from beamq.card_front import check_base_model
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.finalise import finalise
@@ -37,17 +38,23 @@ from beamq.scale_source import ScaleSource
 if TYPE_CHECKING:
     from beamq.calib.data import CalibrationData
     from beamq.calib.forward import LayerDone
+    from beamq.calib.stats import CalibrationStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeResult:
-    """What a conversion did. `manifest` is beamq.json, or None for a dry run or other ranks."""
+    """What a conversion did. `manifest` is beamq.json, or None for a dry run or other ranks.
+
+    `stats` is what a calibration on the way saw; None where there was none, or nothing was left to
+    do.
+    """
 
     output: Path
     plan: Plan
     manifest: dict[str, Any] | None
     seconds: float
     resumed_shards: int
+    stats: CalibrationStats | None = None
 
 
 def quantize(
@@ -68,6 +75,7 @@ def quantize(
     statistics: str | Path | None = None,
     exclude: Sequence[str] = (),
     kv_cache: str | None = None,
+    base_model: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     max_host_memory: int = DEFAULT_MEMORY_BYTES,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
@@ -87,7 +95,8 @@ def quantize(
     NVFP4 needs input scales: from `calibration` (a statistics file), or constant with
     `no_calibration`; otherwise the run calibrates on the way, reading each source byte once.
     `data` to `max_device_memory` say how (see `CalibrationOptions`; without `data`, on the default
-    text), and `statistics` is a file to keep what was seen. `max_host_memory` bounds the
+    text), and `statistics` is a file to keep what was seen. `base_model` is the source's id on the
+    Hub, for the card. `max_host_memory` bounds the
     conversion's buffers, in bytes. `on_plan` is called before work, `on_data` with the tokens to
     calibrate on, `on_layer` after each calibrated layer, `on_progress` about every 32 MiB, from
     worker threads.
@@ -98,6 +107,7 @@ def quantize(
     """
     begun = time.monotonic()
     output, ranks = Path(output).expanduser(), current_ranks()
+    check_base_model(base_model)
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
     asked = _asked(
@@ -156,7 +166,7 @@ def quantize(
                     on_progress=on_progress,
                     cache_bytes=cache_bytes,
                 ),
-                finalise=_finalise(checkpoint, plan, output, scales),
+                finalise=_finalise(checkpoint, plan, output, scales, base_model),
             ).run()
     return QuantizeResult(
         output=output,
@@ -164,6 +174,7 @@ def quantize(
         manifest=manifest,
         seconds=time.monotonic() - begun,
         resumed_shards=kept,
+        stats=None if scales is None else scales.stats,
     )
 
 
@@ -173,17 +184,21 @@ def _asked(**options: Any) -> dict[str, Any]:
 
 
 def _finalise(
-    checkpoint: Checkpoint, plan: Plan, output: Path, scales: ScaleSource
+    checkpoint: Checkpoint,
+    plan: Plan,
+    output: Path,
+    scales: ScaleSource,
+    base_model: str | None,
 ) -> Callable[[Mapping[str, ShardRecord]], dict[str, Any]]:
     def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
         return finalise(
             plan,
-            source=checkpoint.root,
-            source_config=checkpoint.config,
+            source=checkpoint,
             output=output,
             records=records,
             input_scales=scales.record,
             files=scales.files,
+            base_model=base_model,
         )
 
     return finish

@@ -70,6 +70,7 @@ class OnePass:
         self._statistics = statistics
         self._on_layer = on_layer
         self._known: KnownScales | None = None
+        self.stats: CalibrationStats | None = None
         self.digest = run_digest(
             self._prepared.fingerprint, options.experts, [self._prepared.data_record()]
         )
@@ -119,7 +120,7 @@ class OnePass:
             )
         with prepared.ranks.talking():
             stats = self._pass(engine, stop)
-        self._known = from_statistics(self._plan, stats)
+        self._known, self.stats = from_statistics(self._plan, stats), stats
         return frozenset() if engine is None else engine.done
 
     def _pass(self, engine: TapEngine | None, stop: threading.Event) -> CalibrationStats:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from beamq.open_shards import OpenShards
 from beamq.plan import Job
+
+if TYPE_CHECKING:
+    from beamq.calib.stats import CalibrationStats
 
 
 class Feed(Protocol):
@@ -49,6 +52,10 @@ class ScaleSource(Protocol):
     def files(self) -> Mapping[str, str]: ...
 
     @property
+    def stats(self) -> CalibrationStats | None:
+        """What a calibration of this run saw."""
+
+    @property
     def feed(self) -> Feed | None: ...
 
     def of(self, module: str) -> float:
@@ -65,6 +72,7 @@ class KnownScales:
     files: Mapping[str, str] = field(default_factory=dict)
     key: str = "digest"
     feed: Feed | None = None
+    stats: CalibrationStats | None = None
 
     def of(self, module: str) -> float:
         """The scale of one linear."""

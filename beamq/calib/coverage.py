@@ -1,6 +1,7 @@
 """Which experts the calibration data reached, layer by layer.
 
-In: `CalibrationStats` and the config. Out: `Coverage`, as JSON or as lines of at most 80 columns.
+In: `CalibrationStats` (and the config, to check them by). Out: `Coverage`, as JSON or as lines of
+at most 80 columns.
 
 An expert is *uncalibrated* where no token stood behind its statistics (with `experts="all"` none
 is), and has *zero amax* where tokens did but their values were all zero, or too small for a scale
@@ -68,16 +69,15 @@ class Coverage:
         lines.append(f"{'layer':>5} {'min':>9} {'median':>9} {'max':>9}  experts to look at")
         for layer in self.layers:
             counts = f"{layer.tokens_min:>9,} {layer.tokens_median:>9,.0f} {layer.tokens_max:>9,}"
-            lines.append(f"{layer.layer:>5} {counts}  {_remarks(layer)}"[:WIDTH].rstrip())
+            lines.append(f"{layer.layer:>5} {counts}  {remarks(layer)}"[:WIDTH].rstrip())
         return lines
 
 
-def coverage(stats: CalibrationStats, config: BeamConfig) -> Coverage:
+def coverage(stats: CalibrationStats, config: BeamConfig | None = None) -> Coverage:
     """Read coverage off the statistics. Raises `CalibrationError` where they don't fit `config`."""
-    check_shapes(stats, config)
-    layers = tuple(
-        _layer(stats, layer) for layer in config.sparse_layers if layer in stats.routed_tokens
-    )
+    if config is not None:
+        check_shapes(stats, config)
+    layers = tuple(_layer(stats, layer) for layer in sorted(stats.routed_tokens))
     return Coverage(
         mode=stats.experts,
         total_tokens=stats.total_tokens,
@@ -115,12 +115,11 @@ def _indices(chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, ...]:
     return tuple(int(index) for index in np.flatnonzero(chosen))
 
 
-def _remarks(layer: LayerCoverage) -> str:
-    remarks = [f"uncalibrated {_short(layer.uncalibrated)}"] if layer.uncalibrated else []
-    remarks += [
-        f"zero {group} {_short(which)}" for group, which in layer.zero_amax.items() if which
-    ]
-    return "; ".join(remarks)
+def remarks(layer: LayerCoverage) -> str:
+    """What is to be seen in a layer, if anything is."""
+    found = [f"uncalibrated {_short(layer.uncalibrated)}"] if layer.uncalibrated else []
+    found += [f"zero {group} {_short(which)}" for group, which in layer.zero_amax.items() if which]
+    return "; ".join(found)
 
 
 def _short(experts: tuple[int, ...]) -> str:

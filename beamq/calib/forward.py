@@ -39,6 +39,7 @@ from beamq.model.logits import usable_device
 from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.run import Batch, LayerStream, run_layers
 from beamq.ranks import Ranks
+from beamq.roles import classify
 from beamq.version import __version__
 
 BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
@@ -48,10 +49,12 @@ _UNITS = 2  # of weights: one in use, one read ahead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDone:
-    """Told after each layer: how many of `layers` are finished, and its statistics alone."""
+    """Told after each of `layers` layers: its own statistics; source bytes of layers so far."""
 
     layer: int
     layers: int
+    done_nbytes: int
+    total_nbytes: int
     stats: CalibrationStats
 
 
@@ -143,6 +146,7 @@ class CalibrationPass:
         self._rows = [
             slice(first, min(first + rows, data.samples)) for first in range(0, data.samples, rows)
         ]
+        self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
         self._watch = TokenWatch(data.sequence_length, data.tokens)
         self._collector = Collector(
             self._config,
@@ -256,6 +260,23 @@ class CalibrationPass:
             dropped_names=tuple(self._watch.names),
         )
         layers = self._config.num_layers
-        self._after(LayerDone(layer=layer, layers=layers, stats=own))
+        self._after(
+            LayerDone(
+                layer=layer,
+                layers=layers,
+                done_nbytes=sum(self._layer_nbytes[: layer + 1]),
+                total_nbytes=sum(self._layer_nbytes),
+                stats=own,
+            )
+        )
         if self._ranks.first and layer + 1 < layers and self._state.due:
             self._state.save(layer, self._stats, hidden)
+
+
+def _layer_nbytes(checkpoint: Checkpoint, layers: int) -> list[int]:
+    sizes = [0] * layers
+    for spec in checkpoint.tensors.values():
+        layer = classify(spec.name).layer
+        if layer is not None and layer < layers:
+            sizes[layer] += spec.nbytes
+    return sizes

@@ -178,7 +178,7 @@ def run_pass(
             ) from None
 
 
-def merge_stats(paths: Sequence[str | Path], target: str | Path) -> CalibrationStats:
+def merge_statistics(paths: Sequence[str | Path], target: str | Path) -> CalibrationStats:
     """Merge statistics files of one model on different data into `target`.
 
     Raises `CalibrationError` where they do not belong together, `ResumeError` if `target` exists.

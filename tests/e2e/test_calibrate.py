@@ -24,7 +24,7 @@ from beamq.calib.collect import Collector
 from beamq.calib.coverage import coverage
 from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
 from beamq.calib.forward import LayerDone, device_plan
-from beamq.calib.layerwise import calibrate, merge_stats
+from beamq.calib.layerwise import calibrate, merge_statistics
 from beamq.calib.scales import MIN_SCALE, input_scales
 from beamq.calib.stats import CalibrationStats, layer_of
 from beamq.calib.stats_file import load_stats
@@ -259,16 +259,16 @@ def test_two_halves_merged_are_the_whole(
     for name, rows in (("a", slice(0, 2)), ("b", slice(2, 6))):
         use(monkeypatch, rows_of(data, rows))
         calibrate(beam_nano, tmp_path / name)
-    merged = merge_stats([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+    merged = merge_statistics([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     whole = load_stats(plain)
     assert merged.total_tokens == whole.total_tokens
     for name, entry in whole.inputs.items():
         assert np.array_equal(merged.inputs[name].amax, entry.amax), name
         assert np.array_equal(merged.inputs[name].rows, entry.rows), name
     with pytest.raises(ResumeError, match="exists"):
-        merge_stats([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
+        merge_statistics([tmp_path / "a", tmp_path / "b"], tmp_path / "c")
     with pytest.raises(CalibrationError, match="at least two"):
-        merge_stats([tmp_path / "a"], tmp_path / "d")
+        merge_statistics([tmp_path / "a"], tmp_path / "d")
 
 
 def test_a_budget_changes_no_byte(beam_nano: Path, config: BeamConfig, plain: Path,

@@ -30,11 +30,25 @@ from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_secon
 PLAN = {"--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory"}
 RUN = {"--max-shard-size", "--workers", "--resume", "--overwrite"}
 TALK = {"--json", "--verbose -v", "--quiet -q", "--debug"}
+CALIBRATION = {
+    "--data", "--samples", "--sequence-length", "--seed", "--experts", "--dtype", "--device",
+    "--max-device-memory",
+}  # fmt: skip
 SURFACE = {
     "plan": ("source", PLAN | TALK | {"--gpu", "--context", "--output", "--workers"}),
+    "calibrate": (
+        "places",
+        CALIBRATION
+        | TALK
+        | {"--percentile", "--second-moments", "--merge", "--output -o", "--resume", "--overwrite"},
+    ),
     "quantize": (
         "source output",
-        PLAN | RUN | TALK | {"--calibration", "--no-calibration", "--dry-run"},
+        PLAN
+        | RUN
+        | TALK
+        | CALIBRATION
+        | {"--calibration", "--no-calibration", "--statistics", "--dry-run"},
     ),
     "verify": ("checkpoint", TALK | {"--source", "--level", "--workers"}),
     "inspect": ("checkpoint", TALK - {"--verbose -v"}),
@@ -142,7 +156,13 @@ def test_no_submodule_hides_a_public_name() -> None:
         (["plan", "NANO", "--colour"], 2, "--colour"),
         (["plan"], 2, "SOURCE"),
         (["plans"], 2, "plans"),
-        (["quantize", "NANO", "OUT"], 2, "--no-calibration"),
+        (["quantize", "NANO", "OUT", "--no-calibration", "--data", "x"], 2, "--no-calibration and"),
+        (["quantize", "NANO", "OUT", "--data", "nowhere.txt"], 3, "nowhere.txt"),
+        (["calibrate", "NANO"], 2, "expected SOURCE STATS, found 1"),
+        (["calibrate", "NANO", "OUT", "-o", "OUT"], 2, "--output goes with --merge"),
+        (["calibrate", "--merge", "NOWHERE", "NOWHERE"], 2, "--merge needs --output"),
+        (["calibrate", "--merge", "NOWHERE", "NOWHERE", "-o", "OUT"], 3, "no such statistics"),
+        (["calibrate", "NANO", "OUT", "--device", "abacus"], 4, "abacus"),
         (["quantize", "NANO", "NANO", "--recipe", "fp8"], 2, "choose a folder apart"),
         (["quantize", "NANO", "OUT", "-r", "fp8", "--max-host-memory", "1kB", "--resume",
           "--overwrite"], 2, "contradict"),
@@ -298,6 +318,35 @@ def test_a_conversion_tells_what_it_does(run: Run, beam_nano: Path, tmp_path: Pa
     assert again.err == ""
     assert again.json()["resumed_shards"] == 1
     assert again.json()["input_scales"]["description"].startswith("not calibrated")
+
+
+def test_calibrating_tells_the_data_and_the_coverage(
+    run: Run, beam_nano: Path, tmp_path: Path
+) -> None:
+    size = ["--samples", "6", "--sequence-length", "96"]
+    ran = run("calibrate", beam_nano, tmp_path / "a.stats", *size, "--verbose")
+    assert ran.code == 0, ran.err
+    assert "Calibrating on 6 x 96 = 576 tokens of Python" in ran.err
+    assert "layer 8 of 8 done" in ran.err
+    assert "experts reached" in ran.out
+    assert max(map(len, [*ran.out.splitlines(), *ran.err.splitlines()])) <= 80
+    other = run("calibrate", beam_nano, tmp_path / "b.stats", *size, "--seed", "1", "--json", "-q")
+    assert other.err == ""
+    assert other.json()["tokens"] == 576
+    assert len(other.json()["coverage"]["layers"]) == 5
+    both = ["calibrate", "--merge", tmp_path / "a.stats", tmp_path / "b.stats"]
+    merged = run(*both, "-o", tmp_path / "c.stats", "--json")
+    assert merged.json()["tokens"] == 1152
+    assert len(merged.json()["data"]) == 2
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run("quantize", beam_nano, two, "--calibration", tmp_path / "a.stats", "-q").code == 0
+    ran = run("quantize", beam_nano, one, *size)
+    assert ran.code == 0, ran.err
+    assert "Calibrating on 6 x 96" in ran.err
+    assert "experts to look at" in ran.err
+    assert "calibrated on 576 tokens" in ran.out
+    for path in one.iterdir():
+        assert path.read_bytes() == (two / path.name).read_bytes(), path.name
 
 
 def test_verify_tells_and_fails(run: Run, beam_nano: Path, quantized: Path) -> None:
