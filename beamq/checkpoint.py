@@ -27,6 +27,7 @@ from beamq.errors import CheckpointError, ConfigError, TensorError
 from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.header import TensorSpec, few
 from beamq.hub_repo import hub_source, open_repo
+from beamq.small_files import user_path
 from beamq.source_files import LocalFiles, SourceFiles, Supply
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def open_files(
     """The files of a folder or of a repository on the Hub, before anything of them is read."""
     asked = hub_source(source)
     if asked is None:
-        return LocalFiles(Path(source).expanduser())
+        return LocalFiles(user_path(source))
     from beamq.hub_files import HubFiles  # only where it is needed
 
     return HubFiles(open_repo(asked), cache_bytes=cache_bytes, cache_folder=cache_folder)

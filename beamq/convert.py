@@ -34,6 +34,7 @@ from beamq.runner import (
     default_workers,
 )
 from beamq.scale_source import ScaleSource
+from beamq.small_files import user_path
 
 if TYPE_CHECKING:
     from beamq.calib.data import CalibrationData
@@ -106,7 +107,7 @@ def quantize(
     on SIGINT or SIGTERM; all but the first leave a resumable output.
     """
     begun = time.monotonic()
-    output, ranks = Path(output).expanduser(), current_ranks()
+    output, ranks = user_path(output), current_ranks()
     check_base_model(base_model)
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
@@ -148,7 +149,7 @@ def quantize(
                     output,
                     CalibrationOptions(device=device, **asked),
                     ranks,
-                    statistics=None if statistics is None else Path(statistics).expanduser(),
+                    statistics=None if statistics is None else user_path(statistics),
                     on_data=on_data,
                     on_layer=on_layer,
                 )

@@ -167,6 +167,13 @@ class CpuEngine:
                 cpu.nvfp4_dequantize(codes, part, k, global_scale, out, "BF16")
             else:
                 cpu.fp8_dequantize_rows(codes, part, k, out, "BF16")
+            found = cpu.amax(out, "BF16")  # a NaN among codes or scales, or a scale far off
+            if found.nonfinite:
+                place = list(divmod(row * k + found.first_nonfinite, k))
+                raise TensorError(
+                    f"{member.source.spec.file}: {module} decodes to NaN or infinity (first at"
+                    f" {place}); `beamq verify` tells what is broken"
+                )
             sink.append(out)
             row += rows
         sink.finish(result)

@@ -38,6 +38,7 @@ from beamq.runner import (
 )
 from beamq.scale_source import no_scales
 from beamq.shards import copy_file, write_json
+from beamq.small_files import user_path
 from beamq.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.version import __version__
 
@@ -72,7 +73,7 @@ def dequantize(
     same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
-    output, ranks = Path(output).expanduser(), current_ranks()
+    output, ranks = user_path(output), current_ranks()
     output_folder.check_places(checkpoint, output)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
     with open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place) as source:

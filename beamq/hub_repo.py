@@ -20,6 +20,7 @@ from typing import Any
 
 from beamq.errors import CheckpointError, HubError, HubUnreachableError, Interrupted
 from beamq.hub_calls import hub_call
+from beamq.small_files import user_path
 from beamq.version import __version__
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([^\s@]{1,250}))?")
@@ -49,7 +50,7 @@ def hub_source(source: str | Path) -> HubId | None:
 
     What exists on disk is a path, however it is spelled, and so is every `Path` object.
     """
-    if isinstance(source, Path) or Path(source).expanduser().exists():
+    if isinstance(source, Path) or user_path(source).exists():
         return None
     return parse_hub_id(source)
 

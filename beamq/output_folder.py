@@ -17,6 +17,7 @@ from beamq.hub_repo import hub_source
 from beamq.journal import LOCK_NAME, STATE_DIR
 from beamq.plan import Work
 from beamq.shards import PARTIAL, disk_errors, make_folder, sync_folder
+from beamq.small_files import user_path
 from beamq.source_files import WEIGHT_SUFFIXES
 
 MANIFEST_NAME = "beamq.json"
@@ -27,8 +28,10 @@ def check_places(source: str | Path, output: Path) -> None:
     """Raise `UsageError` when source and output overlap."""
     if hub_source(source) is not None:
         return
-    inner, outer = output.resolve(), Path(source).expanduser().resolve()
-    if inner == outer or outer in inner.parents or inner in outer.parents:
+    source = user_path(source)
+    inner, outer = output.resolve(), source.resolve()
+    same = output.exists() and source.exists() and output.samefile(source)
+    if same or inner == outer or outer in inner.parents or inner in outer.parents:
         raise UsageError(
             f"output {output} lies in, around or on the source {source}; choose a folder apart"
         )

@@ -26,16 +26,22 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from beamq.errors import RecipeError
 from beamq.roles import QUANTIZABLE, Role
+from beamq.small_files import read_small
 
 FORMATS = ("nvfp4", "fp8")
 BUILT_IN = ("nvfp4", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
-MAX_RECIPE_BYTES = 1 << 20
+MAX_RECIPE_BYTES = 1 << 16
+MAX_PATTERNS = 256
+MAX_PATTERN = 300  # characters of a regular expression
+MAX_NAME = 200  # characters of a module that one is tried on
+MAX_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +108,10 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"no recipe named {name_or_path!r}; choose one of {', '.join(BUILT_IN)} or give the"
             " path of a .yaml file"
         )
+    raw = read_small(path, RecipeError, MAX_RECIPE_BYTES)
     try:
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise RecipeError(f"{path}: larger than 1 MiB; not a recipe")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as fault:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as fault:
         raise RecipeError(f"{path}: recipe cannot be read: {fault}") from None
     return _from_yaml(text, str(path))
 
@@ -115,6 +120,9 @@ def _from_yaml(text: str, origin: str) -> Recipe:
     import yaml  # only where a recipe is read
 
     try:
+        # Aliases let a kilobyte stand for gigabytes; a recipe has no use for them.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise RecipeError(f"{origin}: aliases (*name) are not allowed in a recipe")
         data = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as fault:
         detail = " ".join(str(fault).split())[:160]
@@ -142,6 +150,8 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
         isinstance(pattern, str) and pattern for pattern in exclude
     ):
         raise RecipeError(f"{origin}: exclude must be a list of patterns")
+    if len(exclude) > MAX_PATTERNS:
+        raise RecipeError(f"{origin}: {len(exclude)} exclude patterns, at most {MAX_PATTERNS}")
     for pattern in exclude:
         matches(pattern, "")
     return Recipe(
@@ -214,13 +224,53 @@ def matches(pattern: str, module: str) -> bool:
     `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
     `?` or `[`) that must match the whole name; otherwise a name: the whole module or a run of
     its dotted parts (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
-    for an invalid regular expression.
+    for a regular expression that is invalid or could run for ever (see `_slow`).
     """
     if pattern.startswith("re:"):
-        try:
-            return re.fullmatch(pattern[3:], module) is not None
-        except (re.error, RecursionError, OverflowError) as fault:
-            raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
+        return len(module) <= MAX_NAME and _compiled(pattern).fullmatch(module) is not None
     if any(character in pattern for character in "*?["):
         return fnmatch.fnmatchcase(module, pattern)
     return f".{pattern}." in f".{module}."
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression behind `re:`, if it is one and cannot run for ever."""
+    if len(pattern) > MAX_PATTERN or re.search(r"\(\?[aiLmsux-]", pattern):
+        raise RecipeError(
+            f"pattern {pattern[:60]!r}: flags, or more than {MAX_PATTERN} characters; simplify it"
+        )
+    try:
+        compiled = re.compile(pattern[3:])
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
+    fault = _slow(pattern[3:])
+    if fault:
+        raise RecipeError(f"pattern {pattern!r}: {fault}, which could run for ever; simplify it")
+    return compiled
+
+
+def _slow(expression: str) -> str | None:
+    """What in a valid regular expression can take more than polynomial time to fail, or None.
+
+    Exponential time needs a repeated group, or one optional item after another; `re` has no other
+    remedy against it than not to begin.
+    """
+    position, repeats, before = 0, 0, ""
+    while position < len(expression):
+        character = expression[position]
+        if character == "\\":
+            position, before = position + 2, "x"
+            continue
+        if character == "[":  # a `]` that comes first, or behind `^`, is one of the set
+            begin = position + (2 if expression[position + 1] == "^" else 1)
+            position, before = expression.index("]", begin + 1) + 1, "x"
+            continue
+        if character in "*+?{" and before not in ("*", "("):
+            if before == ")" and character != "?":
+                return "a repeated group"
+            repeats += 1
+            character = "*"
+        before = character
+        position += 1
+    return f"more than {MAX_REPEATS} repeats" if repeats > MAX_REPEATS else None

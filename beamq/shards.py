@@ -202,6 +202,8 @@ def copy_file(source: Path, root: Path, relative: str) -> None:
     a link stands in place of a sub-folder: it would lead the copy out of the output.
     """
     target = root / relative
+    if not target.is_relative_to(root) or ".." in target.parts[len(root.parts) :]:
+        raise CheckpointError(f"{relative[:200]!r}: a file name that leads out of the folder")
     for parent in target.relative_to(root).parents:
         if (root / parent).is_symlink() and str(parent) != ".":
             raise DiskError(f"{root / parent}: is a link; beamq writes only inside {root}")

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import BeamqError, DiskError
+from beamq.errors import BeamqError, DiskError, UsageError
 
 FREE_BRACKETS = 4096
 MACHINE_FAULTS = {
@@ -31,6 +31,17 @@ MACHINE_FAULTS = {
     errno.ENFILE: "the machine has too many files open",
 }
 BYTES_PER_BRACKET = 8  # a tensor's entry in a header has 3 brackets in at least 50 bytes
+
+
+def user_path(text: str | Path) -> Path:
+    """A path as a user gave it, with `~` resolved. Raises `UsageError` where it cannot be one."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as fault:
+        words = (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
+        raise UsageError(f"{text}: not a path that can be used: {words}") from None
+    return path
 
 
 def open_file(path: Path) -> tuple[int, os.stat_result]:

@@ -20,6 +20,7 @@ from beamq.open_files import OpenFiles
 
 Header = tuple[list[TensorSpec], dict[str, str]]
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
+LEFT_BEHIND = (".index.json", ".partial", ".incomplete")
 
 
 class Supply(Protocol):
@@ -114,13 +115,32 @@ class LocalFiles:
         return self._root
 
     def listing(self) -> Mapping[str, int]:
-        """Regular files and links to such, hidden ones and dangling links left out."""
+        """Regular files and links to such, hidden ones left out.
+
+        Raises `CheckpointError` for a link, of a file that travels, that leads nowhere or out of
+        the folder: a copy of what it names might end on the Hub.
+        """
         found = {}
         for path in sorted(self._root.rglob("*")):
-            relative = path.relative_to(self._root)
-            if not any(part.startswith(".") for part in relative.parts) and path.is_file():
-                found[relative.as_posix()] = path.stat().st_size
+            name = path.relative_to(self._root).as_posix()
+            if path.is_symlink() and travels(name):
+                self._check_link(path)
+            if not _hidden(name) and path.is_file():
+                found[name] = path.stat().st_size
         return found
+
+    def _check_link(self, path: Path) -> None:
+        if not path.exists():
+            raise CheckpointError(f"{path}: a link that points nowhere; restore or remove it")
+        root = self._root.resolve()
+        homes = [root]
+        if root.parent.name == "snapshots":  # of the Hub's cache, whose files lie in `blobs`
+            homes.append(root.parent.parent / "blobs")
+        target = path.resolve()
+        if not any(home in target.parents for home in homes):
+            raise CheckpointError(
+                f"{path}: a link to {target}, outside the folder; put a copy in its place"
+            )
 
     def names(self) -> Sequence[str]:
         """Everything in the folder but sub-folders' content."""
@@ -183,5 +203,8 @@ class LocalFiles:
 
 def travels(file: str) -> bool:
     """Whether a file goes along with the weights: not weights, their indices, or hidden."""
-    hidden = any(part.startswith(".") for part in file.split("/"))
-    return not (hidden or file.endswith(WEIGHT_SUFFIXES) or file.endswith(".index.json"))
+    return not (_hidden(file) or file.lower().endswith((*WEIGHT_SUFFIXES, *LEFT_BEHIND)))
+
+
+def _hidden(file: str) -> bool:
+    return any(part.startswith(".") for part in file.split("/"))

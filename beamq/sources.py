@@ -68,11 +68,17 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
     for role, shape in expected_tensors(config):
         spec = checkpoint.tensors.get(role.name)
         if spec is not None:
+            twin = packed.get((role.layer, _packed_name(role))) if role.expert is not None else None
+            if twin is not None:
+                raise TensorError(
+                    f"layer {role.layer} has packed experts ({twin.name}) and per-expert ones"
+                    f" ({role.name}); remove one form"
+                )
             _check_spec(role, spec, shape)
             used.add(role.name)
             found.append((role, _whole(spec)))
         elif role.role is Role.EXPERT and (role.layer, _packed_name(role)) in packed:
-            found.append((role, _cut(packed[role.layer or 0, _packed_name(role)], role, shape)))
+            found.append((role, _cut(packed[role.layer, _packed_name(role)], role, shape)))
         else:
             missing.append(role.name)
     if missing:
@@ -110,9 +116,9 @@ def _packed_name(role: TensorRole) -> str:
 
 def _packed_tensors(
     checkpoint: Checkpoint, config: BeamConfig
-) -> dict[tuple[int, str], TensorSpec]:
+) -> dict[tuple[int | None, str], TensorSpec]:
     """(layer, gate_up_proj|down_proj) -> packed tensor, with its shape checked."""
-    packed: dict[tuple[int, str], TensorSpec] = {}
+    packed: dict[tuple[int | None, str], TensorSpec] = {}
     for spec in checkpoint.tensors.values():
         role = classify(spec.name)
         if role.packed is None or role.layer is None or role.layer not in config.sparse_layers:
@@ -120,12 +126,6 @@ def _packed_tensors(
         key = (role.layer, role.packed)
         if key in packed:
             raise TensorError(f"{spec.name} and {packed[key].name} hold the same experts twice")
-        single = f"model.layers.{role.layer}.mlp.experts.0.down_proj.weight"
-        if single in checkpoint.tensors:
-            raise TensorError(
-                f"layer {role.layer} has packed experts ({spec.name}) and per-expert ones"
-                f" ({single}); remove one form"
-            )
         _check_spec(role, spec, packed_shape(config, role.packed))
         packed[key] = spec
     return packed
@@ -196,6 +196,13 @@ def _notes(
             f"{len(others)} tensors are not Beam's ({few(others)}); copied bit for bit, but"
             " vLLM and SGLang stop at names they do not know"
         )
+    beside = [
+        name
+        for name in checkpoint.source.names()
+        if name.endswith(".safetensors") and name not in checkpoint.files
+    ]
+    if beside:
+        yield f"files that are not part of the model stay behind: {few(sorted(beside))}"
     declared = "quantization_config" in checkpoint.config
     if declared or checkpoint.source.has("hf_quant_config.json"):
         yield "the source's config claims a quantization its tensors do not have; claim dropped"

@@ -38,6 +38,7 @@ from beamq.eval.origin import trace_source
 from beamq.eval.second_opinion import ask_second_opinion
 from beamq.eval.structure import check_scalars, take_inventory
 from beamq.eval.tensors import Examiner, examine_all
+from beamq.small_files import user_path
 from beamq.sources import SourceRange
 
 DEFAULT_SAMPLE = 16
@@ -74,7 +75,7 @@ def verify(
         raise UsageError(f"level is {level!r}, expected 'structure' or 'tensors'")
     started = time.monotonic()
     ledger = Ledger()
-    folder = read_folder(Path(checkpoint).expanduser(), ledger)
+    folder = read_folder(user_path(checkpoint), ledger)
     fmt = declared_format(folder, ledger)
     check_config(folder, fmt, ledger)
     inventory = take_inventory(folder, fmt, ledger)

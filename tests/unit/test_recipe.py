@@ -59,7 +59,7 @@ def test_a_recipe_file_is_read_and_its_faults_name_it(tmp_path: Path) -> None:
         load_recipe(str(path))
     with pytest.raises(RecipeError, match="no recipe named 'nvfp5'"):
         load_recipe("nvfp5")
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="not found"):
         load_recipe(str(tmp_path / "absent.yaml"))
 
 
