@@ -244,9 +244,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         compiled = re.compile(pattern[3:])
     except (re.error, RecursionError, OverflowError) as fault:
         raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
-    fault = _slow(pattern[3:])
-    if fault:
-        raise RecipeError(f"pattern {pattern!r}: {fault}, which could run for ever; simplify it")
+    slow = _slow(pattern[3:])
+    if slow:
+        raise RecipeError(f"pattern {pattern!r}: {slow}, which could run for ever; simplify it")
     return compiled
 
 

@@ -92,9 +92,9 @@ def test_a_check_that_saw_nothing_has_not_passed() -> None:
 
 
 def test_names_of_strangers_are_made_printable() -> None:
-    assert printable("a\x1b[31mb\nc") == "a?[31mb?c"
+    assert printable("a\x1b[31mb\nc") == r"a\x1b[31mb\nc"
     assert len(printable("x" * 1000)) == 303
-    assert few(["a", "b\t", "c", "d", "e"]) == "a, b?, c and 2 more"
+    assert few(["a", "b\t", "c", "d", "e"]) == r"a, b\t, c and 2 more"
 
 
 def test_the_documentation_lists_every_check(repo: Path) -> None:
