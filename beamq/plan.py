@@ -161,8 +161,9 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
     exclusions = apply_exclusions(config, recipe, (role for role, _ in sources.found))
     units = quantized_units(config, recipe, exclusions)
     jobs, shards = place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
-    modules = sorted(classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2)
-    modules = [module for module in modules if module != "lm_head"]
+    modules = layout.harmless_entries(
+        config, (classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2)
+    )
     make_ignore = (
         layout.compressed_tensors_ignore if recipe.format == "fp8" else layout.modelopt_ignore
     )

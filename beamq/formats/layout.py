@@ -53,6 +53,40 @@ def layer_units(config: BeamConfig) -> tuple[Unit, ...]:
     return tuple(units)
 
 
+_ENGINE_SUFFIXES = (
+    *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "qkv", "qkv_gate", "output_gate")),
+    *(f"self_attn.{part}_proj" for part in ("gate", "o")),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "gate_up", "down")),
+    *(f"mlp.experts.0.{part}_proj" for part in ("gate", "up", "down")),
+    "mlp.gate",
+)
+"""Below `model.layers.N.`: the names under which engines ask whether a linear is ignored."""
+
+
+def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
+    """Modules of tensors that are not Beam's, sorted, without those whose name in an ignore list
+    would spare more than themselves.
+
+    Engines match entries by substring, by dotted part or as patterns: a tensor `mlp.weight` would
+    leave every MLP unquantized where it is served.
+    """
+    asked = "\n".join(
+        f"model.layers.{layer}.{suffix}"
+        for layer in range(config.num_layers)
+        for suffix in _ENGINE_SUFFIXES
+    )
+    experts = [f"model.layers.{layer}.mlp.experts" for layer in config.sparse_layers]
+    return sorted(
+        module
+        for module in modules
+        if module not in ("lm_head", "model.embed_tokens")
+        and module not in asked
+        and not module.startswith("re:")
+        and not any(prefix in module for prefix in experts)
+        and not any(character in module for character in "*?[\n")
+    )
+
+
 def modelopt_ignore(
     config: BeamConfig, quantized: Collection[Unit], extra_modules: Iterable[str]
 ) -> list[str]:
