@@ -38,6 +38,7 @@ class Level(StrEnum):
 
     structure = "structure"
     tensors = "tensors"
+    forward = "forward"
 
 
 Source = Annotated[

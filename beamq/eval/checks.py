@@ -14,7 +14,7 @@ from typing import Any, Literal
 from beamq.errors import printable
 
 Status = Literal["pass", "fail", "skip"]
-Level = Literal["structure", "tensors", "source"]
+Level = Literal["structure", "tensors", "source", "forward"]
 
 SHOWN = 5  # places named for each failed check; the count is always complete
 
@@ -60,6 +60,12 @@ CHECKS: dict[str, tuple[Level, str]] = {
     "source.router": ("source", "router and correction bias are bit-identical to the source"),
     "source.copied": ("source", "what is not quantized equals the source, to the bit"),
     "source.bound": ("source", "every quantized element is within half a step of the source"),
+    "forward.runs": ("forward", "the model runs beside its source, and all logits are finite"),
+    "forward.kld": ("forward", "mean KL divergence from the source is within the recipe's bound"),
+    "forward.top": ("forward", "the likeliest next token is the source's as often as it must be"),
+    "forward.router": ("forward", "every layer's router chooses the source's experts, as it must"),
+    "forward.weights": ("forward", "every linear decodes to the source's within the bound"),
+    "forward.unquantized": ("forward", "norms, routers, embeddings and head act as the source's"),
 }
 
 
@@ -128,6 +134,7 @@ class _Entry:
     faults: int = 0
     where: list[str] = field(default_factory=list)
     detail: str = ""
+    said: str = ""
 
 
 class Ledger:
@@ -146,6 +153,12 @@ class Ledger:
         entry = self._entry(name)
         entry.examined += count
         entry.unit = unit
+
+    def found(self, name: str, said: str) -> None:
+        """A figure was measured; it is what the check says unless faults follow."""
+        entry = self._entry(name)
+        entry.examined += 1
+        entry.said = said
 
     def fault(self, name: str, where: str, detail: str) -> None:
         """One more fault. The first one's `detail` is shown, the first few places are named."""
@@ -181,8 +194,11 @@ def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> C
             count=entry.faults,
         )
     if entry is not None and entry.examined and entry.skipped is None:
-        return CheckResult(name=name, status="pass", detail=f"{entry.unit}: {entry.examined:,}")
+        said = entry.said or f"{entry.unit}: {entry.examined:,}"
+        return CheckResult(name=name, status="pass", detail=said)
     reason = entry.skipped if entry is not None else None
+    if reason is None and needs == "forward" and level != "forward":
+        reason = "needs --level forward"
     if reason is None and needs == "source" and not with_source:
         reason = "needs --source"
     if reason is None and needs != "structure" and level == "structure":

@@ -99,7 +99,7 @@ class Footprint:
 
 def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
     """All of it. Quantized parts are found by the dtypes of their tensors."""
-    fmt, units = _stored_units(checkpoint)
+    fmt, units = stored_units(checkpoint)
     weights = model_weights(config, fmt, units)
     kv_dtype = "fp8" if _declares_fp8_cache(checkpoint) else "bf16"
     tensors = sum(spec.nbytes for spec in checkpoint.tensors.values())
@@ -148,7 +148,7 @@ def _fits(weights: Weights, context: int, kv_itemsize: int) -> tuple[Fitting, ..
     return tuple(found)
 
 
-def _stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
+def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
     """The commonest quantized format, and the units with at least one tensor in it."""
     units: dict[str, set[Unit]] = {fmt: set() for fmt in _FORMATS.values()}
     for spec in checkpoint.tensors.values():

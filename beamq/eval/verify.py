@@ -2,7 +2,7 @@
 
 In: a checkpoint folder and, if given, the source it was made from. Out: a `VerifyReport` with one
 result for every check in `checks.CHECKS`. Level `structure` reads headers and scalars; level
-`tensors` reads every byte once (and the source's beside it).
+`tensors` reads every byte once (and the source's beside it); level `forward` also runs both.
 
 The folder is judged as a stranger's: nothing is taken from the run that made it but beamq.json,
 and that only for checksums. Broken files, tensors and configs are failed checks, never exceptions;
@@ -59,7 +59,7 @@ def verify(
     checkpoint: str | Path,
     *,
     source: str | Path | None = None,
-    level: Literal["structure", "tensors"] = "tensors",
+    level: Literal["structure", "tensors", "forward"] = "tensors",
     workers: int | None = None,
     sample: int = DEFAULT_SAMPLE,
     progress: Callable[[int, int], None] | None = None,
@@ -71,8 +71,10 @@ def verify(
     Raises `CheckpointError` or `ConfigError` when `checkpoint` is no Beam folder, and what
     `open_checkpoint` and `map_sources` raise for `source`.
     """
-    if level not in ("structure", "tensors"):
-        raise UsageError(f"level is {level!r}, expected 'structure' or 'tensors'")
+    if level not in ("structure", "tensors", "forward"):
+        raise UsageError(f"level is {level!r}, expected 'structure', 'tensors' or 'forward'")
+    if level == "forward" and source is None:
+        raise UsageError("level forward runs the checkpoint beside its source; give --source")
     started = time.monotonic()
     ledger = Ledger()
     folder = read_folder(user_path(checkpoint), ledger)
@@ -94,12 +96,16 @@ def verify(
         if opened is not None:
             stack.enter_context(opened)
             check_scalars(opened, inventory, ledger)
-            if level == "tensors":
+            if level != "structure":
                 items = plan_items(inventory, ranges)
                 reader = _Reader(opened, origin, folder, ledger)
                 nbytes, errors = reader.read(items, workers, progress)
                 linears = [item.linear for item in items if item.linear is not None]
                 ask_second_opinion(opened, linears, sample, ledger)
+            if level == "forward" and origin is not None:
+                from beamq.eval.forward_check import check_forward  # torch
+
+                check_forward(opened, origin, folder.manifest, ledger, progress)
     return VerifyReport(
         checkpoint=str(checkpoint),
         level=level,

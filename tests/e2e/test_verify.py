@@ -89,6 +89,8 @@ def test_every_recipe_passes(
     assert report.ok, report.failures
     assert steps[-1][0] == steps[-1][1] == report.bytes_read
     skipped = {check.name: check.detail for check in report.checks if check.status == "skip"}
+    forward = {name for name in skipped if name.startswith("forward.")}
+    assert {skipped.pop(name) for name in forward} == {"needs --level forward"}
     if recipe.startswith("nvfp4"):
         assert set(skipped) == {"config.schema", "engine.transformers", "values.row-scales",
                                 "values.codes", "values.second-opinion"}  # fmt: skip
