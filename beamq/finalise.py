@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from beamq.card import model_card
-from beamq.checkpoint import INDEX_NAME
+from beamq.card_front import Origin, trace_origin
+from beamq.checkpoint import INDEX_NAME, Checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM, shard_digest
 from beamq.formats.layout import hf_quant_config, quantization_config
 from beamq.journal import ShardRecord
@@ -30,28 +31,30 @@ RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", 
 def finalise(
     plan: Plan,
     *,
-    source: Path,
-    source_config: Mapping[str, Any],
+    source: Checkpoint,
     output: Path,
     records: Mapping[str, ShardRecord],
     input_scales: Mapping[str, Any],
     files: Mapping[str, str],
+    base_model: str | None = None,
 ) -> dict[str, Any]:
     """Write everything but the shards. Returns the manifest. Raises `DiskError`.
 
-    `files` are further texts to keep in the folder, by name.
+    `files` are further texts to keep in the folder, by name; `base_model` is the id on the Hub to
+    name in the card, where the source does not tell.
     """
+    origin = trace_origin(source, plan.source_fingerprint, base_model)
     block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
-    manifest = build_manifest(plan, records, input_scales)
+    manifest = build_manifest(plan, records, input_scales, origin)
     for companion in plan.companions:
-        copy_file(source / companion.source, output, companion.target)
+        copy_file(source.source.path(companion.source), output, companion.target)
     for name, text in files.items():
         write_file(output / name, text.encode())
-    write_file(output / "README.md", model_card(plan, source_config, source, input_scales).encode())
+    write_file(output / "README.md", model_card(plan, origin, input_scales).encode())
     write_json(output / INDEX_NAME, build_index(plan))
     if plan.recipe.format == "nvfp4":
         write_json(output / "hf_quant_config.json", hf_quant_config(block))
-    write_json(output / "config.json", output_config(source_config, block))
+    write_json(output / "config.json", output_config(source.config, block))
     write_json(output / MANIFEST_NAME, manifest)
     return manifest
 
@@ -81,7 +84,10 @@ def build_index(plan: Work) -> dict[str, Any]:
 
 
 def build_manifest(
-    plan: Plan, records: Mapping[str, ShardRecord], input_scales: Mapping[str, Any]
+    plan: Plan,
+    records: Mapping[str, ShardRecord],
+    input_scales: Mapping[str, Any],
+    origin: Origin,
 ) -> dict[str, Any]:
     """`beamq.json`: what made this folder, from what, and the checksum of every tensor."""
     return {
@@ -93,6 +99,7 @@ def build_manifest(
             "recipe": plan.recipe.digest(),
             "source": plan.source_fingerprint,
         },
+        "source": origin.record(),
         "input_scales": dict(input_scales),
         "totals": {
             "parameters": plan.total_parameters,

@@ -144,6 +144,11 @@ def _explain_one(fault: BaseException, where: str, doing: str, attempts: int) ->
             f"{where}: {doing} failed: {endpoint()} cannot be reached ({reason}); check the network"
             " and HF_ENDPOINT, then run again"
         )
+    if isinstance(fault, errors.FileMetadataError):
+        return HubUnreachableError(
+            f"{where}: {doing} failed: {endpoint()} does not answer as a Hub does; check"
+            " HF_ENDPOINT and proxies"
+        )
     if isinstance(fault, OSError) and fault.errno is not None:
         return DiskError(f"{where}: {doing} failed: {fault.strerror}; free space, then run again")
     if _is_short_download(fault) or isinstance(fault, errors.XetDownloadError):

@@ -126,9 +126,7 @@ class HubFiles:
         return bytes(out)
 
     def advise(self, file: str, offset: int, nbytes: int) -> None:
-        """A hint for shards that are on disk."""
-        if self._here(file):
-            self._open.advise(file, offset, nbytes)
+        """Nothing to gain: what was just fetched is in memory, and may be gone by now."""
 
     def missing_nbytes(self) -> Mapping[str, int]:
         """Shards that the Hub cache lacks."""
