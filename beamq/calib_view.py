@@ -6,20 +6,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from beamq.console import Block, Grid
-from beamq.sizes import show_seconds
+from beamq.sizes import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from beamq.calib.data import CalibrationData
+    from beamq.calib.prepared import Prepared
     from beamq.calib.stats import CalibrationStats
 
 
-def data_blocks(data: CalibrationData) -> list[Block]:
-    """What will be run through the model."""
+def start_blocks(prepared: Prepared) -> list[Block]:
+    """What will be run through the model, where, and what that needs."""
+    data, plan = prepared.data, prepared.plan
     names = ", ".join(source.name for source in data.sources)
     blocks: list[Block] = [
         f"Calibrating on {data.samples:,} x {data.sequence_length:,} = {data.tokens:,} tokens of"
         f" {names} (digest {data.digest[:12]})."
     ]
+    needs = f"{show_bytes(plan.host_nbytes)} of memory"
+    if plan.device_nbytes:
+        needs = f"{show_bytes(plan.device_nbytes)} of GPU memory and {needs}"
+    slices = f", {plan.slice_experts} experts of a layer at a time" if plan.slice_experts else ""
+    blocks.append(f"The forward pass runs on {prepared.device}{slices}, and needs up to {needs}.")
     return blocks + [f"Note: {note}." for note in data.notes]
 
 

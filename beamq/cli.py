@@ -204,7 +204,7 @@ def quantize(
     """
 
     def body(screen: Screen) -> None:
-        from beamq.calib_view import coverage_blocks, data_blocks
+        from beamq.calib_view import coverage_blocks, start_blocks
         from beamq.convert import quantize as convert
         from beamq.input_scales import CONSTANT_NOTE
         from beamq.plan import Plan
@@ -257,7 +257,7 @@ def quantize(
                 overwrite=overwrite,
                 dry_run=dry_run,
                 on_plan=announce,
-                on_data=lambda found: screen.say(*data_blocks(found)),
+                on_start=lambda prepared: screen.say(*start_blocks(prepared)),
                 on_progress=on_progress,
             )
         if result.stats is not None and current_ranks().first:

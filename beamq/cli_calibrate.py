@@ -87,7 +87,7 @@ def calibrate(
                 f"expected SOURCE STATS, found {len(places)} arguments: {' '.join(places)[:100]}"
             )
         from beamq.calib.layerwise import calibrate as run
-        from beamq.calib_view import data_blocks
+        from beamq.calib_view import start_blocks
         from beamq.sizes import parse_size, show_seconds
 
         begun = time.monotonic()
@@ -117,7 +117,7 @@ def calibrate(
                 else parse_size(max_device_memory, "--max-device-memory"),
                 resume=resume,
                 overwrite=overwrite,
-                on_data=lambda found: screen.say(*data_blocks(found)),
+                on_start=lambda prepared: screen.say(*start_blocks(prepared)),
                 on_layer=on_layer,
             )
         _show(screen, stats, Path(places[1]), time.monotonic() - begun)

@@ -37,8 +37,8 @@ from beamq.scale_source import ScaleSource
 from beamq.small_files import user_path
 
 if TYPE_CHECKING:
-    from beamq.calib.data import CalibrationData
     from beamq.calib.forward import LayerDone
+    from beamq.calib.prepared import Prepared
     from beamq.calib.stats import CalibrationStats
 
 
@@ -85,7 +85,7 @@ def quantize(
     overwrite: bool = False,
     dry_run: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_data: Callable[[CalibrationData], None] = lambda data: None,
+    on_start: Callable[[Prepared], None] = lambda prepared: None,
     on_layer: Callable[[LayerDone], None] = lambda done: None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> QuantizeResult:
@@ -98,9 +98,9 @@ def quantize(
     `data` to `max_device_memory` say how (see `CalibrationOptions`; without `data`, on the default
     text), and `statistics` is a file to keep what was seen. `base_model` is the source's id on the
     Hub, for the card. `max_host_memory` bounds the
-    conversion's buffers, in bytes. `on_plan` is called before work, `on_data` with the tokens to
-    calibrate on, `on_layer` after each calibrated layer, `on_progress` about every 32 MiB, from
-    worker threads.
+    conversion's buffers, in bytes. `on_plan` is called before work, `on_start` with what a
+    calibration will run on, `on_layer` after each calibrated layer, `on_progress` about every
+    32 MiB, from worker threads.
     Raises `BeamqError`s: `InputError` kinds before any work where headers can tell,
     `TensorError` for non-finite weights as they are met, `CalibrationError` for data or for
     activations that are not finite, `EnvironmentFault` kinds for disk and memory, `Interrupted`
@@ -150,7 +150,7 @@ def quantize(
                     CalibrationOptions(device=device, **asked),
                     ranks,
                     statistics=None if statistics is None else user_path(statistics),
-                    on_data=on_data,
+                    on_start=on_start,
                     on_layer=on_layer,
                 )
             manifest, kept = Runner(

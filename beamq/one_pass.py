@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from beamq.calib.data import CalibrationData
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.prepared import Prepared
 from beamq.calib.scales import input_scales
@@ -61,7 +60,7 @@ class OnePass:
         ranks: Ranks,
         *,
         statistics: Path | None = None,
-        on_data: Callable[[CalibrationData], None] = lambda data: None,
+        on_start: Callable[[Prepared], None] = lambda prepared: None,
         on_layer: Callable[[LayerDone], None] = lambda done: None,
     ) -> None:
         self._prepared = Prepared(checkpoint, options, ranks)
@@ -75,7 +74,7 @@ class OnePass:
             self._prepared.fingerprint, options.experts, [self._prepared.data_record()]
         )
         if ranks.first:
-            on_data(self._prepared.data)
+            on_start(self._prepared)
 
     @property
     def feed(self) -> Feed:

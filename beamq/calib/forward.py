@@ -8,13 +8,11 @@ The one idea: a layer's statistics are complete when the last batch has left it,
 layer is already being read. `after(layer, ...)` gets them at that moment; a converter that taps
 the loader's reads needs nothing more to write the layer out.
 
-Memory: two units of weights and one batch's activations on the device; the hidden states of all
-samples on the device or the host (`device_plan`). Limits: prefill; rows of one length.
+What is on the device at once is `calib.device`'s plan. Limits: prefill; rows of one length.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from beamq.calib.collect import Collector
+from beamq.calib.device import batch_rows
 from beamq.calib.prepared import Prepared
 from beamq.calib.state import RunState, Saved
 from beamq.calib.stats import CalibrationStats
@@ -29,22 +28,14 @@ from beamq.calib.supplied import SuppliedLoader
 from beamq.calib.watch import TokenWatch, combine
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
-from beamq.errors import DeviceError
 from beamq.model.attention import SequenceLayout
-from beamq.model.exchange import Alone, ExpertExchange, exchange_for
+from beamq.model.exchange import Alone, exchange_for
 from beamq.model.fill import Tap
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
-from beamq.model.logits import usable_device
-from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.run import Batch, LayerStream, run_layers
-from beamq.ranks import Ranks
 from beamq.roles import classify
 from beamq.version import __version__
-
-BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
-FREE_SHARE = 0.9  # of a GPU's free memory, where no limit was given
-_UNITS = 2  # of weights: one in use, one read ahead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,63 +47,6 @@ class LayerDone:
     done_nbytes: int
     total_nbytes: int
     stats: CalibrationStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlan:
-    """Experts to a slice (None: whole layers); bytes of states on the device (None: all)."""
-
-    slice_experts: int | None
-    resident_nbytes: int | None
-
-
-def choose_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this process; "auto" and "cuda" are one GPU a rank. Raises `DeviceError`."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = usable_device(name)
-    one_of_several = device.type == "cuda" and ":" not in name
-    if device.type not in BATCH_TOKENS:
-        raise DeviceError(f"device {name}: calibration runs on cpu or cuda")
-    if one_of_several:
-        local = int(os.environ.get("LOCAL_RANK", 0)) if ranks.world > 1 else 0
-        if local >= torch.cuda.device_count():
-            raise DeviceError(
-                f"rank {ranks.rank} has no GPU of its own: {torch.cuda.device_count()} are here;"
-                " start one process a GPU"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)  # NCCL uses the current one
-    return device
-
-
-def device_plan(
-    checkpoint: Checkpoint,
-    config: BeamConfig,
-    *,
-    dtype: torch.dtype,
-    batch_tokens: int,
-    tokens: int,
-    experts: int,
-    budget: int | None,
-) -> DevicePlan:
-    """What of layers and hidden states is on the device at once, within `budget` bytes.
-
-    Whole layers (with `experts` experts) come first, then as many hidden states as fit beside
-    them. Where not even whole layers fit, their experts come in slices and all states wait on
-    the host. Raises `MemoryBudgetError` if one expert at a time is too much.
-    """
-    if budget is None:
-        return DevicePlan(slice_experts=None, resident_nbytes=None)
-    sizes = layer_bytes(checkpoint, config, dtype)
-    weights = _UNITS * (sizes.base + sizes.expert * experts)
-    rest = budget - weights - activation_bytes(config, batch_tokens, dtype)
-    if rest >= 0:
-        sums = 4 if experts < config.num_experts else 0  # FP32 sums between ranks
-        states = tokens * config.hidden_size * (dtype.itemsize + sums)
-        return DevicePlan(slice_experts=None, resident_nbytes=None if states <= rest else rest)
-    count = experts_per_slice(checkpoint, config, dtype, budget, batch_tokens)
-    return DevicePlan(slice_experts=min(count or experts, experts), resident_nbytes=0)
 
 
 class CalibrationPass:
@@ -136,16 +70,14 @@ class CalibrationPass:
         self._options = options
         self._data = data
         self._device = device = prepared.device
+        self._plan = prepared.plan
         self._dtype = getattr(torch, options.dtype)
         self._ranks = prepared.ranks
         self._state = state
         self._after = after
         self._tap = tap
         self._stopped = stopped
-        rows = max(1, BATCH_TOKENS[device.type] // data.sequence_length)
-        self._rows = [
-            slice(first, min(first + rows, data.samples)) for first in range(0, data.samples, rows)
-        ]
+        self._rows = batch_rows(device, data.samples, data.sequence_length)
         self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
         self._watch = TokenWatch(data.sequence_length, data.tokens)
         self._collector = Collector(
@@ -178,7 +110,6 @@ class CalibrationPass:
         if final is not None:
             return final
         exchange = exchange_for(self._ranks, self._config)
-        plan = self._device_plan(exchange)
         saved = self._state.load()
         first = 0 if saved is None else saved.layer + 1
         alone = isinstance(exchange, Alone)
@@ -197,7 +128,7 @@ class CalibrationPass:
             stream = LayerStream(
                 loader,
                 layers=range(first, self._config.num_layers),
-                slice_experts=plan.slice_experts,
+                slice_experts=self._plan.slice_experts,
                 experts=None if alone else exchange.experts,
             )
             run_layers(
@@ -205,26 +136,11 @@ class CalibrationPass:
                 batches,
                 gemm=gemm_backend(self._options.gemm),
                 observers=[self._collector],
-                resident_bytes=plan.resident_nbytes,
+                resident_bytes=self._plan.resident_nbytes,
                 done=lambda layer: self._finish(layer, batches),
                 exchange=None if alone else exchange,
             )
         return self._stats
-
-    def _device_plan(self, exchange: ExpertExchange) -> DevicePlan:
-        budget = self._options.max_device_memory
-        if budget is None and self._device.type == "cuda":
-            budget = int(FREE_SHARE * torch.cuda.mem_get_info(self._device)[0])
-        length = self._data.sequence_length
-        return device_plan(
-            self._checkpoint,
-            self._config,
-            dtype=self._dtype,
-            batch_tokens=max(rows.stop - rows.start for rows in self._rows) * length,
-            tokens=self._data.tokens,
-            experts=len(exchange.experts),
-            budget=budget,
-        )
 
     def _embed(self, loader: LayerLoader) -> list[Batch]:
         """The states in front of the first layer."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from beamq.calib.data import CalibrationData
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.prepared import Prepared
 from beamq.calib.stats import CalibrationStats, ExpertsMode
@@ -52,16 +51,17 @@ def calibrate(
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     resume: bool = False,
     overwrite: bool = False,
-    on_data: Callable[[CalibrationData], None] = lambda data: None,
+    on_start: Callable[[Prepared], None] = lambda prepared: None,
     on_layer: Callable[[LayerDone], None] = lambda done: None,
 ) -> CalibrationStats:
     """Run a BF16, F16 or F32 Beam on text and write what its linears saw to the file `stats`.
 
     `source` is a folder or `org/name[@revision]` on the Hub (at most `cache_bytes` of it on disk).
     See `CalibrationOptions` for what can be asked. Under torchrun, experts are split over ranks;
-    statistics are bit for bit those of one process. `on_data` is called with the tokens, `on_layer`
-    after each layer. Raises `CalibrationError` for data, or for activations that are not finite;
-    `ResumeError` for a file or state that is in the way; `Interrupted` on SIGINT or SIGTERM.
+    statistics are bit for bit those of one process. `on_start` is called with data and needs
+    before work, `on_layer` after each layer. Raises `CalibrationError` for data, or for activations
+    that are not finite; `ResumeError` for a file or state that is in the way; `Interrupted` on
+    SIGINT or SIGTERM.
     """
     options = CalibrationOptions(
         data=tuple(data),
@@ -84,7 +84,7 @@ def calibrate(
             map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
             prepared = Prepared(checkpoint, options, ranks)
             if ranks.first:
-                on_data(prepared.data)
+                on_start(prepared)
             with ranks.meeting():
                 finished = _finished(target, prepared, resume=resume, overwrite=overwrite)
             if finished is not None:

@@ -1,4 +1,4 @@
-"""What a calibration needs and can have before its first layer: data, device, who the model is.
+"""What a calibration needs and can have before its first layer: data, device, memory, model.
 
 In: an opened source and `CalibrationOptions`. Out: `Prepared`. Faults of the data, the device or
 the options end the run here, before any work.
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Prepared:
-    """Raises `CalibrationError`, `UsageError` or `DeviceError` when made."""
+    """Raises `CalibrationError`, `UsageError`, `DeviceError` or `MemoryBudgetError` when made."""
 
     def __init__(self, checkpoint: Checkpoint, options: CalibrationOptions, ranks: Ranks) -> None:
-        from beamq.calib.forward import choose_device  # torch, only where a model runs
+        from beamq.calib.device import choose_device, plan_device  # torch, only where a model runs
 
         self.checkpoint = checkpoint
         self.options = options
@@ -35,6 +35,14 @@ class Prepared:
             samples=samples,
             sequence_length=length,
             seed=options.seed,
+        )
+        self.plan = plan_device(
+            checkpoint,
+            options,
+            ranks,
+            self.device,
+            samples=self.data.samples,
+            length=self.data.sequence_length,
         )
         self.fingerprint = checkpoint.content_digest()
 

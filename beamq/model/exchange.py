@@ -58,10 +58,7 @@ class RankChain:
     """Several processes started by torchrun. The process group must be up (`Ranks.join`)."""
 
     def __init__(self, ranks: Ranks, config: BeamConfig) -> None:
-        total = config.num_experts
-        self.experts = range(
-            total * ranks.rank // ranks.world, total * (ranks.rank + 1) // ranks.world
-        )
+        self.experts = own_experts(ranks, config)
         self._rank = ranks.rank
         self._last = ranks.world - 1
 
@@ -78,6 +75,12 @@ class RankChain:
     def settle(self, sum_TK: torch.Tensor) -> None:
         """From the last rank."""
         torch.distributed.broadcast(sum_TK, self._last)
+
+
+def own_experts(ranks: Ranks, config: BeamConfig) -> range:
+    """This process's experts of every layer: neighbours, shared out evenly."""
+    total = config.num_experts
+    return range(total * ranks.rank // ranks.world, total * (ranks.rank + 1) // ranks.world)
 
 
 def exchange_for(ranks: Ranks, config: BeamConfig) -> ExpertExchange:

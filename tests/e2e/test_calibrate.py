@@ -23,7 +23,8 @@ from beamq.calib import prepared, state
 from beamq.calib.collect import Collector
 from beamq.calib.coverage import coverage
 from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
-from beamq.calib.forward import LayerDone, device_plan
+from beamq.calib.device import fit
+from beamq.calib.forward import LayerDone
 from beamq.calib.layerwise import calibrate, merge_statistics
 from beamq.calib.scales import MIN_SCALE, input_scales
 from beamq.calib.stats import CalibrationStats, layer_of
@@ -280,12 +281,16 @@ def test_a_budget_changes_no_byte(beam_nano: Path, config: BeamConfig, plain: Pa
         options: dict[str, Any] = {
             "dtype": torch.bfloat16, "batch_tokens": 576, "tokens": 576, "experts": 16
         }  # fmt: skip
-        plan = device_plan(checkpoint, config, budget=budget, **options)
+        plan = fit(checkpoint, config, budget=budget, **options)
         assert (plan.slice_experts, plan.resident_nbytes) == (3, 0)
-        whole = device_plan(checkpoint, config, budget=fixed + 32 * sizes.expert + 100, **options)
+        whole = fit(checkpoint, config, budget=fixed + 32 * sizes.expert + 100, **options)
         assert (whole.slice_experts, whole.resident_nbytes) == (None, 100)
-        rich = device_plan(checkpoint, config, budget=1 << 40, **options)
-        assert rich == device_plan(checkpoint, config, budget=None, **options)
+        rich = fit(checkpoint, config, budget=1 << 40, **options)
+        assert rich == fit(checkpoint, config, budget=None, **options)
+        on_gpu = fit(checkpoint, config, budget=budget, on_gpu=True, **options)
+        assert plan.device_nbytes == 0
+        assert plan.host_nbytes < rich.host_nbytes
+        assert on_gpu.device_nbytes <= budget
     calibrate(beam_nano, tmp_path / "stats", max_device_memory=budget, **SMALL)
     assert (tmp_path / "stats").read_bytes() == plain.read_bytes()
     with pytest.raises(MemoryBudgetError, match="at least"):

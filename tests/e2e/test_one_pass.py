@@ -191,7 +191,7 @@ def test_nano_needs_no_other_flag(beam_nano: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     shown: list[int] = []
     result = quantize(
-        beam_nano, output, recipe="nvfp4", on_data=lambda data: shown.append(data.tokens)
+        beam_nano, output, recipe="nvfp4", on_start=lambda found: shown.append(found.data.tokens)
     )
     assert result.manifest is not None
     record = result.manifest["input_scales"]
