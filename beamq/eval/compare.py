@@ -1,0 +1,299 @@
+"""COMPARE: what did quantization cost, and what did it save? Source and candidates side by side.
+
+In: a source, candidates made from it, and text (or the default one). Out: a `Comparison`.
+
+The default text is the half of the standard library's sources that default calibration does not
+use; that a candidate was not calibrated on what it is judged by is checked by digest where
+beamq.json tells what it was calibrated on.
+
+Defaults by device: 64 rows of 2,048 tokens in BF16 on a GPU, as served; 16 of 512 in FP32 on a
+CPU, where rounding of activations would otherwise be part of both sides of every difference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
+from beamq.calib.default_text import default_text
+from beamq.calib.options import DTYPES
+from beamq.checkpoint import MAX_INDEX_BYTES, Checkpoint, open_checkpoint
+from beamq.config import BeamConfig, read_json_object
+from beamq.errors import CheckpointError, UsageError
+from beamq.eval.bounds import limits_for
+from beamq.eval.comparison import Candidate, Comparison, Member, damage_of
+from beamq.eval.folder import MANIFEST_NAME
+from beamq.eval.footprint import Footprint, footprint, newly_fitting, stored_units
+from beamq.eval.inspect import Inspection, inspect_checkpoint
+from beamq.eval.streams import Findings, StreamOptions, run_side_by_side
+from beamq.eval.verdict import judge
+from beamq.model.linear import gemm_backend
+from beamq.model.logits import usable_device
+from beamq.version import __version__
+
+DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
+DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
+DEFAULT_KIND = "standard library"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """Rows of token ids [S, T], their record, and where they came from if not from the caller."""
+
+    ids_BT: NDArray[np.int64]
+    record: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A checkpoint and what is known of it beside its weights."""
+
+    checkpoint: Checkpoint
+    inspection: Inspection
+    manifest: Mapping[str, Any] | None
+    footprint: Footprint
+    member: Member
+
+
+def compare(
+    source: str | Path,
+    checkpoints: Sequence[str | Path],
+    *,
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    input_ids: NDArray[np.int64] | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    gemm: str = "reference",
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Run `source` and all `checkpoints` on the same tokens and say how they differ.
+
+    `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
+    place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
+    `gemm` the back end of the candidates. `progress` is called with bytes of weights done and in
+    all. Raises `UsageError` for options that do not fit, `ConfigError` for a candidate that is
+    another model, `CalibrationError` for data, and what reading checkpoints raises.
+    """
+    begun = time.monotonic()
+    if not checkpoints:
+        raise UsageError("no checkpoint to compare with the source; name at least one")
+    where = usable_device(_device_name(device))
+    options = StreamOptions(dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(gemm))
+    with ExitStack() as stack:
+        base, *others = _open_all([source, *checkpoints], stack)
+        if input_ids is None:
+            size = _size(base.checkpoint, where, samples, sequence_length)
+            text = _read(base.checkpoint, data, size, seed)
+        else:
+            text = _given(input_ids)
+        found = run_side_by_side(
+            base.checkpoint,
+            [other.checkpoint for other in others],
+            text.ids_BT,
+            options,
+            progress=progress,
+        )
+        candidates = [
+            _candidate(base, other, findings, text)
+            for other, findings in zip(others, found, strict=True)
+        ]
+    return Comparison(
+        source=base.member,
+        candidates=tuple(candidates),
+        data={**text.record, "notes": list(text.notes)},
+        settings={
+            "beamq": __version__,
+            "torch": torch.__version__,
+            "dtype": str(options.dtype).removeprefix("torch."),
+            "device": _device_label(where),
+            "gemm": gemm,
+        },
+        seconds=time.monotonic() - begun,
+    )
+
+
+def _device_name(device: str) -> str:
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device_label(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    chosen = name or DEFAULT_DTYPE.get(device.type, "float32")
+    if chosen not in DTYPES:
+        raise UsageError(f"dtype is {chosen!r}, expected {' or '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, chosen)
+    return found
+
+
+def _size(
+    checkpoint: Checkpoint, device: torch.device, samples: int | None, length: int | None
+) -> tuple[int, int]:
+    longest = BeamConfig.from_dict(checkpoint.config).max_position_embeddings
+    rows, tokens = DEFAULT_SIZE.get(device.type, DEFAULT_SIZE["cpu"])
+    if length is not None and length > longest:
+        raise UsageError(
+            f"sequence length {length:,} is beyond the model's max_position_embeddings"
+            f" ({longest:,})"
+        )
+    return samples or rows, length or min(tokens, longest)
+
+
+def _read(checkpoint: Checkpoint, data: Sequence[str], size: tuple[int, int], seed: int) -> Text:
+    samples, length = size
+    if length < 2:
+        raise UsageError(f"sequence length is {length}, expected at least 2 to predict a token")
+    read = load_calibration_data(
+        data,
+        checkpoint.root,
+        samples=samples,
+        sequence_length=length,
+        seed=seed,
+        split="evaluation",
+    )
+    return Text(ids_BT=read.input_ids, record=_record(read), notes=read.notes)
+
+
+def _record(read: CalibrationData) -> dict[str, Any]:
+    sources = [source.name for source in read.sources]
+    return {"description": ", ".join(sources), **read.to_dict()}
+
+
+def _given(input_ids: NDArray[np.int64]) -> Text:
+    ids_BT = np.ascontiguousarray(input_ids, dtype=np.int64)
+    if ids_BT.ndim != 2 or min(ids_BT.shape) < 1 or ids_BT.shape[1] < 2:
+        raise UsageError(f"input_ids has shape {list(ids_BT.shape)}, expected [S, T] with T > 1")
+    record = {
+        "description": "token ids given by the caller",
+        "digest": ids_digest(list(ids_BT)),
+        "samples": ids_BT.shape[0],
+        "sequence_length": ids_BT.shape[1],
+        "tokens": ids_BT.size,
+        "sources": [],
+    }
+    return Text(ids_BT=ids_BT, record=record)
+
+
+# --- the models -----------------------------------------------------------------------------
+
+
+def _open_all(paths: Sequence[str | Path], stack: ExitStack) -> list[_Opened]:
+    """Open all; models of one name are told apart by a number."""
+    opened = [stack.enter_context(open_checkpoint(path)) for path in paths]
+    total = Counter(checkpoint.label for checkpoint in opened)
+    seen: Counter[str] = Counter()
+    models = []
+    for path, checkpoint in zip(paths, opened, strict=True):
+        seen[checkpoint.label] += 1
+        number = f" ({seen[checkpoint.label]})" if total[checkpoint.label] > 1 else ""
+        models.append(_open(path, checkpoint, checkpoint.label + number))
+    return models
+
+
+def _open(path: str | Path, checkpoint: Checkpoint, name: str) -> _Opened:
+    inspection = inspect_checkpoint(path)
+    size = footprint(checkpoint, BeamConfig.from_dict(checkpoint.config))
+    return _Opened(
+        checkpoint=checkpoint,
+        inspection=inspection,
+        manifest=_manifest(checkpoint),
+        footprint=size,
+        member=Member(
+            name=name,
+            format=inspection.format,
+            recipe=inspection.recipe,
+            input_scales=inspection.input_scales,
+            footprint=size,
+        ),
+    )
+
+
+def _manifest(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    if not checkpoint.source.has(MANIFEST_NAME):
+        return None
+    return read_json_object(checkpoint.source.path(MANIFEST_NAME), CheckpointError, MAX_INDEX_BYTES)
+
+
+def _candidate(base: _Opened, other: _Opened, findings: Findings, text: Text) -> Candidate:
+    limits = limits_for(other.manifest, *stored_units(other.checkpoint))
+    config = BeamConfig.from_dict(base.checkpoint.config)
+    kinds = tuple(
+        f"{layer.removesuffix('_attention')}, {mlp}"
+        for layer, mlp in zip(config.layer_types, config.mlp_layer_types, strict=True)
+    )
+    damage = damage_of(findings.layers, other.footprint.layers, kinds)
+    fits = newly_fitting(base.footprint, other.footprint)
+    return Candidate(
+        member=other.member,
+        divergence=findings.divergence,
+        layers=findings.layers,
+        damage=damage,
+        weights=findings.weights,
+        changed=findings.changed,
+        newly_fits=fits,
+        limits=limits,
+        verdict=judge(findings, limits, damage, base.footprint, other.footprint, fits),
+        notes=tuple(_notes(base, other, text)),
+    )
+
+
+# --- what to know beside the figures --------------------------------------------------------
+
+
+def _notes(base: _Opened, other: _Opened, text: Text) -> list[str]:
+    notes = [*overlap_notes(other.manifest, text.record)]
+    scales = other.member.input_scales
+    if scales and scales.startswith("not calibrated"):
+        notes.append(scales)
+    if _tokenizer(other.checkpoint) not in (None, _tokenizer(base.checkpoint)):
+        notes.append("its tokenizer.json is not the source's; the source's was used for all")
+    if base.member.format not in ("bf16", "fp16", "fp32"):
+        notes.append(
+            f"the source is itself {base.member.format}: differences are from that, not from BF16"
+        )
+    return notes
+
+
+def _tokenizer(checkpoint: Checkpoint) -> bytes | None:
+    """The tokenizer's bytes; None where a checkpoint brings none (weights alone)."""
+    if not checkpoint.source.has("tokenizer.json"):
+        return None
+    return checkpoint.source.path("tokenizer.json").read_bytes()
+
+
+def overlap_notes(manifest: Mapping[str, Any] | None, record: Mapping[str, Any]) -> list[str]:
+    """Whether a candidate was calibrated on the text it is judged by, by digests."""
+    scales = (manifest or {}).get("input_scales")
+    calibrated = scales.get("data") if isinstance(scales, Mapping) else None
+    if not isinstance(calibrated, Sequence) or not calibrated:
+        return []
+    entries = [entry for entry in calibrated if isinstance(entry, Mapping)]
+    ours = {source["digest"] for source in record["sources"]}
+    theirs = {source.get("digest") for entry in entries for source in entry.get("sources", ())}
+    if record["digest"] in {entry.get("digest") for entry in entries} or ours & theirs:
+        return ["it was calibrated on this very text, which flatters its figures; use other data"]
+    kinds = {source.get("kind") for entry in entries for source in entry.get("sources", ())}
+    default = {source.get("kind") for source in record["sources"]} == {DEFAULT_KIND}
+    if kinds == {DEFAULT_KIND} and default:
+        halves = [default_text(split).digests() for split in ("calibration", "evaluation")]
+        if not halves[0] & halves[1]:
+            return ["calibrated on the other half of the default text; no file in common (digests)"]
+    return ["calibrated on other data; whether it shares documents with this text is not known"]
