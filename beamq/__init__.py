@@ -5,6 +5,7 @@ Everything the command line does is one call here:
     make_plan, quantize, dequantize     from headers to a plan, from a plan to a folder
     calibrate, merge_statistics         what a model's linears see on text, for input scales
     verify, inspect_checkpoint          is a folder what the engines will load? what is it?
+    push                                publish a folder on the Hub
     logits                              Beam's own forward pass over any of its formats
     open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from beamq.eval.inspect import Inspection, inspect_checkpoint
     from beamq.eval.verify import verify
     from beamq.header import TensorSpec
+    from beamq.hub import PushResult, push
     from beamq.model.logits import logits
     from beamq.plan import Plan, make_plan
     from beamq.recipe import Recipe, load_recipe
@@ -82,6 +84,7 @@ __all__ = [
     "OutputBusyError",
     "Plan",
     "Progress",
+    "PushResult",
     "QuantizeResult",
     "Recipe",
     "RecipeError",
@@ -99,6 +102,7 @@ __all__ = [
     "make_plan",
     "merge_statistics",
     "open_checkpoint",
+    "push",
     "quantize",
     "verify",
 ]
@@ -114,6 +118,7 @@ _HOMES = {
     "beamq.eval.inspect": ("Inspection", "inspect_checkpoint"),
     "beamq.eval.verify": ("verify",),
     "beamq.header": ("TensorSpec",),
+    "beamq.hub": ("PushResult", "push"),
     "beamq.model.logits": ("logits",),
     "beamq.plan": ("Plan", "make_plan"),
     "beamq.recipe": ("Recipe", "load_recipe"),

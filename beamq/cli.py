@@ -15,8 +15,10 @@ import typer
 
 from beamq import outcome
 from beamq.cli_calibrate import calibrate
+from beamq.cli_hub import push
 from beamq.cli_options import (
     AsJson,
+    CacheBudget,
     Checkpoint,
     Data,
     Debug,
@@ -112,6 +114,7 @@ def plan(
     ] = None,
     max_shard_size: ShardSize = "5GB",
     max_host_memory: HostMemory = "1.5GB",
+    cache_budget: CacheBudget = "100GB",
     workers: Workers = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -124,12 +127,13 @@ def plan(
         from beamq.memory import parse_gpu
         from beamq.plan import make_plan
         from beamq.plan_view import needs_data, needs_text, plan_blocks, plan_data
-        from beamq.runner import default_workers
+        from beamq.runner import check_cache, default_workers
         from beamq.serving_view import ServingView
         from beamq.sizes import parse_size
 
         machine, count = parse_gpu(gpu) if gpu is not None else (None, None)
         memory = parse_size(max_host_memory, "--max-host-memory")
+        cache = parse_size(cache_budget, "--cache-budget")
         made = make_plan(
             source,
             recipe,
@@ -137,8 +141,13 @@ def plan(
             kv_cache=kv_cache,
             max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
         )
+        check_cache(made, cache)
         needs = needs_data(
-            made, output or Path(), workers=workers or default_workers(), memory=memory
+            made,
+            output or Path(),
+            workers=workers or default_workers(),
+            memory=memory,
+            cache=cache,
         )
         serving = ServingView(made, context=context, gpu=machine, count=count)
         screen.show(
@@ -183,8 +192,13 @@ def quantize(
     ] = None,
     exclude: Exclude = None,
     kv_cache: KvCacheOption = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option("--base-model", metavar="ORG/NAME", help="The source's id, for the card."),
+    ] = None,
     max_shard_size: ShardSize = "5GB",
     max_host_memory: HostMemory = "1.5GB",
+    cache_budget: CacheBudget = "100GB",
     workers: Workers = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -215,10 +229,11 @@ def quantize(
         from beamq.sizes import parse_size, show_bytes
 
         memory = parse_size(max_host_memory, "--max-host-memory")
+        cache = parse_size(cache_budget, "--cache-budget")
         threads = workers or default_workers()
 
         def announce(made: Plan) -> None:
-            needs = needs_data(made, output, workers=threads, memory=memory)
+            needs = needs_data(made, output, workers=threads, memory=memory, cache=cache)
             screen.say(*plan_blocks(made, verbose=verbose), needs_text(needs))
             if made.recipe.format == "nvfp4" and no_calibration:
                 screen.say(f"Note: {CONSTANT_NOTE}.")
@@ -252,6 +267,8 @@ def quantize(
                 kv_cache=kv_cache,
                 max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
                 max_host_memory=memory,
+                cache_bytes=cache,
+                base_model=base_model,
                 workers=threads,
                 resume=resume,
                 overwrite=overwrite,
@@ -276,7 +293,7 @@ def verify(
     checkpoint: Checkpoint,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="The BF16 folder it was made from, to compare with."),
+        typer.Option("--source", help="The BF16 Beam it was made from, to compare with."),
     ] = None,
     level: Annotated[
         Level, typer.Option("--level", help="structure: headers and scalars; tensors: every byte.")
@@ -327,6 +344,7 @@ def dequantize(
     checkpoint: Checkpoint,
     output: Output,
     max_shard_size: ShardSize = "5GB",
+    cache_budget: CacheBudget = "100GB",
     workers: Workers = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
@@ -354,6 +372,7 @@ def dequantize(
                 checkpoint,
                 output,
                 max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
+                cache_bytes=parse_size(cache_budget, "--cache-budget"),
                 workers=workers,
                 resume=resume,
                 overwrite=overwrite,
@@ -365,6 +384,9 @@ def dequantize(
             )
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+app.command()(push)
 
 
 @app.command()

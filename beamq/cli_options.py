@@ -42,7 +42,10 @@ class Level(StrEnum):
 
 
 Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="Folder of a BF16 Beam.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A BF16 Beam: a folder, or org/name[@revision].", show_default=False
+    ),
 ]
 Output = Annotated[
     Path, typer.Argument(metavar="OUTPUT", help="Folder to write.", show_default=False)
@@ -76,6 +79,14 @@ ShardSize = Annotated[
 ]
 HostMemory = Annotated[
     str, typer.Option("--max-host-memory", metavar="SIZE", help="Bound on buffers, as 1.5GB.")
+]
+CacheBudget = Annotated[
+    str,
+    typer.Option(
+        "--cache-budget",
+        metavar="SIZE",
+        help="Bound on shards on disk at a time, where the source is on the Hub.",
+    ),
 ]
 Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Threads.", show_default="usable cores")

@@ -14,8 +14,9 @@ from typing import Any
 
 from beamq.console import Block, Grid
 from beamq.exclusion import Exclusion
+from beamq.fetch_order import DEFAULT_CACHE_BYTES, largest_job, traffic_nbytes
 from beamq.formats.layout import Unit
-from beamq.output_folder import DISK_MARGIN
+from beamq.output_folder import DISK_MARGIN, fetched_nbytes
 from beamq.plan import Plan
 from beamq.roles import PRECISE_FP32, Role
 from beamq.runner import predicted_host_nbytes
@@ -141,17 +142,35 @@ def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
     return blocks
 
 
-def needs_data(plan: Plan, folder: Path, *, workers: int, memory: int) -> dict[str, Any]:
+def needs_data(
+    plan: Plan, folder: Path, *, workers: int, memory: int, cache: int = DEFAULT_CACHE_BYTES
+) -> dict[str, Any]:
     """What a run will take: disk_bytes, disk_free_bytes where `folder` is or will be,
-    host_memory_bytes (buffers, without the interpreter) and workers."""
+    host_memory_bytes (buffers, without the interpreter) and workers.
+
+    hub: null for a folder; else fetch_bytes (shards fetched twice counted twice), cache_bytes
+    (shards on disk at a time, part of disk_bytes) and least_cache_bytes (what --cache-budget must
+    be at least).
+    """
     place = folder.expanduser().absolute()
     while not place.exists():
         place = place.parent
     return {
-        "disk_bytes": plan.output_nbytes + DISK_MARGIN,
+        "disk_bytes": plan.output_nbytes + DISK_MARGIN + fetched_nbytes(plan, cache),
         "disk_free_bytes": shutil.disk_usage(place).free,
         "host_memory_bytes": predicted_host_nbytes(plan, workers, memory),
         "workers": workers,
+        "hub": _hub_needs(plan, cache) if plan.remote_shards else None,
+    }
+
+
+def _hub_needs(plan: Plan, cache: int) -> dict[str, int]:
+    remote = plan.remote_shards
+    jobs = [job.files.intersection(remote) for job in plan.jobs]
+    return {
+        "fetch_bytes": traffic_nbytes(jobs, remote, cache),
+        "cache_bytes": fetched_nbytes(plan, cache),
+        "least_cache_bytes": largest_job(jobs, remote)[0],
     }
 
 
@@ -159,11 +178,19 @@ def needs_text(needs: dict[str, Any]) -> str:
     """The same as a sentence."""
     threads = f"{needs['workers']} worker{'' if needs['workers'] == 1 else 's'}"
     short = "" if needs["disk_bytes"] <= needs["disk_free_bytes"] else ": too little"
-    return (
+    text = (
         f"Converting needs {show_bytes(needs['disk_bytes'])} of disk"
         f" ({show_bytes(needs['disk_free_bytes'])} free here{short}) and at most"
         f" {show_bytes(needs['host_memory_bytes'])} of buffers for {threads}."
     )
+    hub = needs["hub"]
+    if hub is not None:
+        text += (
+            f" Of the disk, {show_bytes(hub['cache_bytes'])} are for shards on their way through"
+            f" (at least {show_bytes(hub['least_cache_bytes'])}); {show_bytes(hub['fetch_bytes'])}"
+            " are fetched in all."
+        )
+    return text
 
 
 def _role_table(plan: Plan) -> Grid:

@@ -27,8 +27,11 @@ from beamq.plan_view import describe_units, plan_blocks
 from beamq.roles import Role
 from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_seconds
 
-PLAN = {"--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory"}
-RUN = {"--max-shard-size", "--workers", "--resume", "--overwrite"}
+PLAN = {
+    "--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory",
+    "--cache-budget",
+}  # fmt: skip
+RUN = {"--max-shard-size", "--cache-budget", "--workers", "--resume", "--overwrite"}
 TALK = {"--json", "--verbose -v", "--quiet -q", "--debug"}
 CALIBRATION = {
     "--data", "--samples", "--sequence-length", "--seed", "--experts", "--dtype", "--device",
@@ -48,11 +51,15 @@ SURFACE = {
         | RUN
         | TALK
         | CALIBRATION
-        | {"--calibration", "--no-calibration", "--statistics", "--dry-run"},
+        | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"},
     ),
     "verify": ("checkpoint", TALK | {"--source", "--level", "--workers"}),
     "inspect": ("checkpoint", TALK - {"--verbose -v"}),
     "dequantize": ("checkpoint output", RUN | TALK - {"--verbose -v"}),
+    "push": (
+        "checkpoint repo",
+        TALK - {"--verbose -v"} | {"--private", "--revision", "--dry-run"},
+    ),
     "doctor": ("", {"--json", "--debug"}),
 }
 
@@ -272,7 +279,10 @@ def test_plan_as_json(run: Run, beam_nano: Path) -> None:
     cache = data["serving"]["kv_cache"]
     assert cache["dtype"] == "fp8"
     assert cache["bytes"] == cache["bytes_fp8"] == cache["bytes_bf16"] // 2
-    assert set(data["needs"]) == {"disk_bytes", "disk_free_bytes", "host_memory_bytes", "workers"}
+    assert set(data["needs"]) == {
+        "disk_bytes", "disk_free_bytes", "host_memory_bytes", "workers", "hub"
+    }  # fmt: skip
+    assert data["needs"]["hub"] is None
     assert data["needs"]["disk_bytes"] > plan.output_nbytes
 
 
