@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Runs = Sequence[dict[str, Any]]
-FORMATS = {"nvfp4": "NVFP4", "fp8": "FP8"}
+FORMATS = {"nvfp4": "NVFP4, max", "nvfp4-sweep": "NVFP4, sweep", "fp8": "FP8"}
 PEER_GOALS = {"nvfp4-2.4": 15, "fp8-2.4": 10, "nvfp4-8": 15, "fp8-8": 15}
 FLOOR_GOAL = 1.5
 MEMORY_GOAL_GB = 2.0
@@ -38,17 +38,19 @@ def _peer_rows(runs: Runs) -> Iterable[list[str]]:
         "peer/ours", "without imports/ours", "goal", "rounds", "others",
     ]  # fmt: skip
     for part, goal in PEER_GOALS.items():
-        mine, theirs = _of(runs, part, "ours"), _of(runs, part, "peer")
-        if not mine or not theirs:
-            continue
-        whole, peer = _median(mine, "wall_s"), _median(theirs, "wall_s")
-        alone = _median(theirs, "convert_s")
-        size = mine[0]["read_nbytes"] / 1e9
-        yield [
-            FORMATS[mine[0]["form"]], f"{size:.2f}", f"{whole:.2f}", f"{size / whole:.2f}",
-            f"{peer:.1f}", f"{alone:.1f}", f"{peer / whole:.1f}", f"{alone / whole:.1f}",
-            f">= {goal}", str(min(len(mine), len(theirs))), _others([*mine, *theirs]),
-        ]  # fmt: skip
+        theirs = _of(runs, part, "peer")
+        for form in FORMATS:
+            mine = [run for run in _of(runs, part, "ours") if run["form"] == form]
+            if not mine or not theirs:
+                continue
+            whole, peer = _median(mine, "wall_s"), _median(theirs, "wall_s")
+            alone = _median(theirs, "convert_s")
+            size = mine[0]["read_nbytes"] / 1e9
+            yield [
+                FORMATS[form], f"{size:.2f}", f"{whole:.2f}", f"{size / whole:.2f}",
+                f"{peer:.1f}", f"{alone:.1f}", f"{peer / whole:.1f}", f"{alone / whole:.1f}",
+                f">= {goal}", str(min(len(mine), len(theirs))), _others([*mine, *theirs]),
+            ]  # fmt: skip
 
 
 def _floor_rows(runs: Runs, part: str) -> Iterable[list[str]]:

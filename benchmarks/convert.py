@@ -7,7 +7,8 @@
 Contenders run in turn, on the same files in memory (--work-dir, /dev/shm by default) and the same
 cores, several rounds each; figures are medians. Ours is the whole process. The peer is given as the
 whole process and as its conversion alone, without its imports. Both quantize the same linears:
-attention, dense MLP and experts (`nvfp4-all` against NVFP4A16, `fp8` against FP8_DYNAMIC).
+attention, dense MLP and experts (`fp8` against FP8_DYNAMIC; against NVFP4A16 a recipe that takes
+block scales from largest values as it does, and `nvfp4-all`, which searches for better ones).
 
 Parts: nvfp4-2.4, fp8-2.4, nvfp4-8, fp8-8 (GB of source; ours and the peer), floor (ours and plain
 copies of the same bytes), disk (the same with a cold cache and fsync, in --disk-dir), memory (peak
@@ -38,7 +39,11 @@ from measuring import (
     weights_nbytes,
 )
 
-RECIPES = {"nvfp4": "nvfp4-all", "fp8": "fp8"}
+RECIPES = {
+    "nvfp4": str(HERE / "nvfp4-all-max.yaml"),
+    "nvfp4-sweep": "nvfp4-all",  # our default: searches each block's scale
+    "fp8": "fp8",
+}
 SCHEMES = {"nvfp4": "NVFP4A16", "fp8": "FP8_DYNAMIC"}
 PEER_NBYTES = 6_000_000_000  # memory that the peer's process takes, for a warning in time
 
@@ -49,7 +54,7 @@ class Run:
 
     part: str
     who: str  # ours, peer, floor, imports
-    form: str  # nvfp4, fp8
+    form: str  # a key of RECIPES
     experts: int
     round: int
 
@@ -64,21 +69,24 @@ def plan(part: str, rounds: int) -> Iterator[Run]:
     if part == "memory":
         yield Run(part=part, who="imports", form="fp8", experts=0, round=0)
         for experts in (4, 16, 64):
-            for form in ("nvfp4", "fp8"):
+            for form in RECIPES:
                 yield Run(part=part, who="ours", form=form, experts=experts, round=0)
         return
     if part in ("floor", "disk"):
         for experts in (16, 88) if part == "floor" else (88,):
             for index in range(rounds):
-                for form in ("nvfp4", "fp8"):
+                for form in RECIPES:
                     for who in ("ours", "floor"):
                         yield Run(part=part, who=who, form=form, experts=experts, round=index)
         return
     form, size = part.split("-")
+    contenders = [("ours", form), ("peer", form)]
+    if form == "nvfp4":
+        contenders.append(("ours", "nvfp4-sweep"))
     for index in range(rounds):
-        for who in ("ours", "peer"):
+        for who, kind in contenders:
             experts = {"2.4": 16, "8": 88}[size]
-            yield Run(part=part, who=who, form=form, experts=experts, round=index)
+            yield Run(part=part, who=who, form=kind, experts=experts, round=index)
 
 
 PARTS = ("nvfp4-2.4", "fp8-2.4", "nvfp4-8", "fp8-8", "floor", "disk", "memory")
@@ -88,7 +96,7 @@ def ours(source: Path, output: Path, form: str) -> list[str]:
     """Our command line."""
     command = [sys.executable, "-m", "beamq", "quantize", str(source), str(output)]
     command += ["--recipe", RECIPES[form], "--quiet"]
-    return [*command, "--no-calibration"] if form == "nvfp4" else command
+    return command if form == "fp8" else [*command, "--no-calibration"]
 
 
 class Bench:
