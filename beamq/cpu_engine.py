@@ -154,6 +154,11 @@ class CpuEngine:
         if kind == "decode-nvfp4":
             raw = self._checkpoint.read(f"{module}.weight_scale_2")
             global_scale = float(np.frombuffer(raw, np.float32)[0])
+            if not 2.0**-126 <= global_scale <= 2.0**117:
+                raise TensorError(
+                    f"{member.source.spec.file}: {module}.weight_scale_2 is {global_scale}, which"
+                    " no weight can have; `beamq verify` tells what is broken"
+                )
         row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
         sink = TensorSink(writer, member.outputs[0])
         row = 0

@@ -30,6 +30,7 @@ from beamq.roles import PRECISE_FP32
 from beamq.sources import SourceRange
 
 PIECE_BYTES = 1 << 20
+LARGEST_GLOBAL = 2.0**117  # beyond it, a code times both scales leaves FP32
 
 
 class Examiner:
@@ -127,8 +128,16 @@ class Examiner:
                 f"{scan.nan} NaN, {scan.zero} zero, {scan.negative} negative,"
                 f" first at [{row}, {column}]",
             )
+        usable = SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL
+        if item.source is not None and not usable:
+            outcome.examined["source.bound"] = 1
+            outcome.fault(
+                "source.bound",
+                linear.module,
+                f"nothing can be decoded with the weight_scale_2 {global_scale}",
+            )
         for start, codes in self._pieces(parts["weight"], k // 2, outcome, "codes"):
-            if item.source is None:
+            if item.source is None or not usable:
                 continue
             row, rows = start * 2 // k, codes.nbytes * 2 // k
             line = k * ITEMSIZE[item.source.spec.dtype]
