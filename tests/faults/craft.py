@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import pytest
 import safetensors_edit as st
 
 from beamq.convert import QuantizeResult, quantize
+from beamq.eval.checks import VerifyReport
+from beamq.eval.verify import verify
 from beamq.recipe import Recipe, parse_recipe
 from tests.e2e.test_convert import bf16
 
@@ -94,6 +99,15 @@ def deal(folder: Path, count: int) -> None:
     """Deal the tensors over `count` shards, one after another, so that partners are apart."""
     names = list(st.load(folder / SINGLE))
     scatter(folder, [names[number::count] for number in range(count)])
+
+
+def light_verify(
+    folder: Path, *, source: Path | None = None, level: Literal["structure", "tensors"] = "tensors"
+) -> VerifyReport:
+    """`verify` without the libraries that take seconds to import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "compressed_tensors.quantization", None)
+        return verify(folder, source=source, level=level, sample=0, workers=2)
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -1,0 +1,30 @@
+"""The command line in this process, for the fault tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from beamq.cli import app
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; returns (exit code, stdout, stderr). A traceback fails the test."""
+
+    def go(*arguments: str | Path) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            app([str(argument) for argument in arguments], prog_name="beamq")
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        assert "internal error" not in captured.err
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, captured.out, captured.err
+
+    return go
