@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -26,6 +27,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
 
 PAGE = 5  # entries of a tree listing's page: small, so that paging is used
 LARGE = 100_000  # files from here on are LFS
@@ -162,6 +165,61 @@ def hub_server() -> Iterator[HubServer]:
             server.shutdown()
             server.server_close()
             thread.join(5)
+
+
+def _only_loopback(request: Any) -> None:
+    assert request.url.host in ("127.0.0.1", "127.0.0.2"), f"a test asked {request.url}"
+
+
+@contextmanager
+def client_of(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In this process, a huggingface_hub that knows only this server and can reach no other.
+
+    Nothing is broken at first; waits between attempts are short. No token is set.
+    """
+    from huggingface_hub import constants, set_client_factory
+    from huggingface_hub.utils import _http
+
+    from beamq import hub_calls
+
+    hub.faults.clear()
+    hub.requests.clear()
+    template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {
+        "ENDPOINT": hub.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_OFFLINE": False,
+    }.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(hub_calls, "FIRST_WAIT", 0.01)
+
+    def client() -> Any:
+        made = _http.default_client_factory()
+        made.event_hooks["request"].insert(0, _only_loopback)
+        return made
+
+    set_client_factory(client)
+    try:
+        yield
+    finally:
+        set_client_factory(_http.default_client_factory)
+    assert not hub.leaked, "a token was sent to the store"
+
+
+def environment(hub: HubServer, home: Path) -> dict[str, str]:
+    """The same for a process of its own."""
+    return {
+        **os.environ,
+        "HF_ENDPOINT": hub.endpoint,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 class _Answer(Exception):

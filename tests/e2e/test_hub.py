@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -17,9 +16,8 @@ from typing import Any
 
 import pytest
 import safetensors_edit as st
-from hub_server import TOKEN, Fault, HubServer, hub_server
+from hub_server import TOKEN, Fault, HubServer, client_of, environment, hub_server
 
-from beamq import hub_calls
 from beamq.checkpoint import open_checkpoint
 from beamq.convert import quantize
 from beamq.decode import dequantize
@@ -82,42 +80,11 @@ def running(
         yield hub
 
 
-def _only_loopback(request: Any) -> None:
-    assert request.url.host in ("127.0.0.1", "127.0.0.2"), f"a test asked {request.url}"
-
-
 @pytest.fixture
 def hub(running: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """The server with nothing broken, and a client that knows, and can reach, only it."""
-    from huggingface_hub import constants, set_client_factory
-    from huggingface_hub.utils import _http
-
-    running.faults.clear()
-    running.requests.clear()
-    home = tmp_path / "hf"
-    template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    for name, value in {
-        "ENDPOINT": running.endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": template,
-        "HF_HOME": str(home),
-        "HF_HUB_CACHE": str(home / "hub"),
-        "HF_TOKEN_PATH": str(home / "token"),
-        "HF_HUB_DISABLE_XET": True,
-        "HF_HUB_OFFLINE": False,
-    }.items():
-        monkeypatch.setattr(constants, name, value)
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(hub_calls, "FIRST_WAIT", 0.01)
-
-    def client() -> Any:
-        made = _http.default_client_factory()
-        made.event_hooks["request"].insert(0, _only_loopback)
-        return made
-
-    set_client_factory(client)
-    yield running
-    set_client_factory(_http.default_client_factory)
-    assert not running.leaked, "a token was sent to the store"
+    with client_of(running, tmp_path / "hf", monkeypatch):
+        yield running
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -228,16 +195,6 @@ def test_failing_servers_and_cut_connections_cost_time_only(
     assert not [fault for fault in hub.faults if fault.times], "each was met"
 
 
-def environment(hub: HubServer, tmp_path: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(tmp_path / "hf"),
-        "HF_HUB_DISABLE_XET": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
 def test_a_killed_run_goes_on_with_the_shards_it_has(
     hub: HubServer, local: Path, tmp_path: Path
 ) -> None:
@@ -245,7 +202,7 @@ def test_a_killed_run_goes_on_with_the_shards_it_has(
     place = output / ".beamq" / "source-0" / "ahead"
     hub.faults.append(Fault("GET", "/cdn/.*00004-of", times=99, wait=60, whole=True))
     command = [sys.executable, "-c", RUN, NANO, str(output)]
-    process = subprocess.Popen(command, env=environment(hub, tmp_path))
+    process = subprocess.Popen(command, env=environment(hub, tmp_path / "hf"))
     for _ in range(400):
         names = [path.name for path in place.glob("*.safetensors")] if place.exists() else []
         if list(output.glob("*.safetensors")) and len(names) > 1:

@@ -1,0 +1,209 @@
+"""`beamq push` against a small local server: what is sent, in which order, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import (
+    TOKEN,
+    Blob,
+    Fault,
+    HubServer,
+    Repo,
+    client_of,
+    environment,
+    hub_server,
+)
+
+from beamq.cli import app
+from beamq.convert import quantize
+from beamq.errors import CheckFailed, HubError, HubUnreachableError, UsageError
+from beamq.hub import LAST_NAMES, push
+
+REPO = "someone/beam-nano-nvfp4"
+
+
+@pytest.fixture(scope="module")
+def output(beam_nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A converted folder, with a sub-folder, state that lies about, and a name with brackets."""
+    source = tmp_path_factory.mktemp("push") / "nano"
+    shutil.copytree(beam_nano, source)
+    (source / "code").mkdir()
+    (source / "code" / "tool [1].py").write_text("print()")
+    folder = source.parent / "out"
+    quantize(source, folder, no_calibration=True, max_shard_bytes=700_000, workers=1)
+    (folder / ".beamq").mkdir()
+    (folder / ".beamq" / "journal-0.jsonl").write_text("{}")
+    (folder / "code" / "notes.txt.partial").write_text("cut")
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_server() as running, client_of(running, tmp_path / "hf", monkeypatch):
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield running
+
+
+def sent(folder: Path) -> dict[str, bytes]:
+    """What should be there."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and ".beamq" not in path.parts and not path.name.endswith(".partial")
+    }
+
+
+def there(hub: HubServer, revision: str = "main") -> dict[str, bytes]:
+    files = hub.files(REPO, revision)
+    files.pop(".gitattributes", None)
+    return files
+
+
+def test_everything_arrives_index_and_configs_last(hub: HubServer, output: Path) -> None:
+    result = push(output, REPO, private=True)
+    assert there(hub) == sent(output)
+    assert hub.repos[REPO].private
+    first, last = (added for added, _ in hub.commits)
+    assert set(last) == {name for name in LAST_NAMES if (output / name).exists()}
+    assert not set(last).intersection(first)
+    assert result.commit == hub.repos[REPO].refs["main"]
+    assert result.nbytes == sum(map(len, sent(output).values()))
+    assert result.url == f"{hub.endpoint}/{REPO}/tree/main"
+    commits = len(hub.commits)
+    assert push(output, REPO).withdrawn == ()
+    assert len(hub.commits) == commits, "nothing changed, nothing committed"
+
+
+def test_failing_servers_and_cut_connections(hub: HubServer, output: Path) -> None:
+    hub.faults += [
+        Fault("POST", "/api/repos/create", status=503),
+        Fault("POST", "/objects/batch", status=429),
+        Fault("PUT", "/lfs/", status=500),
+        Fault("PUT", "/lfs/", cut=1000, skip=2),
+        Fault("POST", "/commit/", times=2, status=502),
+    ]
+    push(output, REPO)
+    assert there(hub) == sent(output)
+    assert not [fault for fault in hub.faults if fault.times], "each was met"
+    assert len(hub.received) == len(set(hub.received)), "no file was sent twice"
+
+
+def test_a_killed_push_goes_on(hub: HubServer, output: Path, tmp_path: Path) -> None:
+    hub.faults.append(Fault("PUT", "/lfs/", times=99, wait=30, skip=3))
+    code = "import sys; from beamq.hub import push; push(sys.argv[1], sys.argv[2])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(output), REPO], env=environment(hub, tmp_path / "hf")
+    )
+    for _ in range(300):
+        if len(hub.received) == 3:
+            break
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert len(hub.received) == 3
+    assert not there(hub), "nothing is visible before all of it is there"
+    hub.faults.clear()
+    push(output, REPO)
+    assert there(hub) == sent(output)
+    assert len(hub.received) == len(set(hub.received)), "what had arrived was not sent again"
+
+
+def test_an_older_checkpoint_is_withdrawn_before_its_weights_change(
+    hub: HubServer, output: Path, tmp_path: Path
+) -> None:
+    old = {**sent(output), "config.json": b"{}", "beamq.json": b"{}"}
+    shards = [name for name in old if name.endswith(".safetensors")]
+    old[shards[0]] = bytes(len(old[shards[0]]))
+    for name, data in old.items():
+        path = tmp_path / "old" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    hub.add(REPO, tmp_path / "old")
+    hub.faults.append(Fault("PUT", "/lfs/", times=99, status=403))
+    with pytest.raises(HubError):
+        push(output, REPO)
+    assert not set(there(hub)).intersection(LAST_NAMES), "a mixture cannot be loaded"
+    hub.faults.clear()
+    push(output, REPO)
+    assert there(hub) == sent(output)
+
+
+def test_weights_that_are_only_there_are_refused_not_deleted(
+    hub: HubServer, output: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "old"
+    other.mkdir()
+    (other / "model-00001-of-00099.safetensors").write_bytes(b"x")
+    (other / "config.json").write_text("{}")
+    hub.add(REPO, other)
+    with pytest.raises(HubError, match=r"holds 1 weight files .*model-00001-of-00099"):
+        push(output, REPO)
+    assert set(there(hub)) == {"model-00001-of-00099.safetensors", "config.json"}
+    hub.repos[REPO].commit("empty", {})
+    push(output, REPO, revision="empty")
+    assert there(hub, "empty") == sent(output)
+
+
+def test_a_listing_that_differs_is_a_failed_check(
+    hub: HubServer, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Repo.commit
+
+    def losing(self: Repo, branch: str, files: dict[str, Blob]) -> str:
+        kept = {name: blob for name, blob in files.items() if name != "tokenizer.json"}
+        return commit(self, branch, kept)
+
+    monkeypatch.setattr(Repo, "commit", losing)
+    with pytest.raises(CheckFailed, match=r"tokenizer.json is missing; run the same push again"):
+        push(output, REPO)
+
+
+def test_what_is_refused_before_anything_is_sent(
+    hub: HubServer, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add("someone/public", tmp_path)
+    with pytest.raises(HubError, match="exists and is public"):
+        push(output, "someone/public", private=True)
+    with pytest.raises(UsageError, match="expected a repository's name"):
+        push(output, "beam")
+    broken = Path(shutil.copytree(output, tmp_path / "broken"))
+    (broken / "beamq.json").unlink()
+    with pytest.raises(CheckFailed, match=r"not fit to publish \(manifest.present"):
+        push(broken, REPO)
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(HubUnreachableError, match=r"needs a token with write access; set HF_TOKEN"):
+        push(output, REPO)
+    monkeypatch.setenv("HF_TOKEN", "hf_reader")
+    with pytest.raises(HubError, match="no write access; the token needs write access to it"):
+        push(output, REPO)
+    assert REPO not in hub.repos
+
+
+def test_a_dry_run_lists_and_sends_nothing(
+    hub: HubServer, output: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        app(["push", str(output), REPO, "--dry-run", "--json"], prog_name="beamq")
+    assert left.value.code == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [file["path"] for file in data["files"] if file["last"]] == [
+        name for name in sorted(LAST_NAMES) if (output / name).exists()
+    ]
+    assert {file["path"]: file["bytes"] for file in data["files"]} == {
+        name: len(content) for name, content in sent(output).items()
+    }
+    assert data["commit"] is None
+    assert not hub.requests
+    with pytest.raises(SystemExit):
+        app(["push", str(output), REPO, "--quiet"], prog_name="beamq")
+    shown = capsys.readouterr().out
+    assert f"repository        {REPO}" in shown
+    assert hub.repos[REPO].refs["main"] in shown
