@@ -5,6 +5,7 @@ Everything the command line does is one call here:
     make_plan, quantize, dequantize     from headers to a plan, from a plan to a folder
     calibrate, merge_statistics         what a model's linears see on text, for input scales
     verify, inspect_checkpoint          is a folder what the engines will load? what is it?
+    compare, write_report               what did quantization cost, and what did it save?
     push                                publish a folder on the Hub
     logits                              Beam's own forward pass over any of its formats
     open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
@@ -51,7 +52,10 @@ if TYPE_CHECKING:
         UsageError,
     )
     from beamq.eval.checks import VerifyReport
+    from beamq.eval.compare import compare
+    from beamq.eval.comparison import Comparison
     from beamq.eval.inspect import Inspection, inspect_checkpoint
+    from beamq.eval.report import write_report
     from beamq.eval.verify import verify
     from beamq.header import TensorSpec
     from beamq.hub import PushResult, push
@@ -69,6 +73,7 @@ __all__ = [
     "CheckFailed",
     "Checkpoint",
     "CheckpointError",
+    "Comparison",
     "ConfigError",
     "DequantizeResult",
     "DeviceError",
@@ -95,6 +100,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "calibrate",
+    "compare",
     "dequantize",
     "inspect_checkpoint",
     "load_recipe",
@@ -105,6 +111,7 @@ __all__ = [
     "push",
     "quantize",
     "verify",
+    "write_report",
 ]
 
 _HOMES = {
@@ -115,6 +122,9 @@ _HOMES = {
     "beamq.convert": ("QuantizeResult", "quantize"),
     "beamq.decode": ("DequantizeResult", "dequantize"),
     "beamq.eval.checks": ("VerifyReport",),
+    "beamq.eval.compare": ("compare",),
+    "beamq.eval.comparison": ("Comparison",),
+    "beamq.eval.report": ("write_report",),
     "beamq.eval.inspect": ("Inspection", "inspect_checkpoint"),
     "beamq.eval.verify": ("verify",),
     "beamq.header": ("TensorSpec",),

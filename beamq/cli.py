@@ -15,6 +15,7 @@ import typer
 
 from beamq import outcome
 from beamq.cli_calibrate import calibrate
+from beamq.cli_compare import compare
 from beamq.cli_hub import push
 from beamq.cli_options import (
     AsJson,
@@ -296,7 +297,11 @@ def verify(
         typer.Option("--source", help="The BF16 Beam it was made from, to compare with."),
     ] = None,
     level: Annotated[
-        Level, typer.Option("--level", help="structure: headers and scalars; tensors: every byte.")
+        Level,
+        typer.Option(
+            "--level",
+            help="structure: headers; tensors: every byte; forward: run it beside --source.",
+        ),
     ] = Level.tensors,
     workers: Workers = None,
     as_json: AsJson = False,
@@ -318,6 +323,9 @@ def verify(
         return 0 if report.ok else 1
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+app.command()(compare)
 
 
 @app.command()

@@ -28,6 +28,9 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
+NOTHING = Table(title="", columns=(), rows=())
+
+
 def format_name(name: str) -> str:
     """`NVFP4`, `FP8`, `BF16`."""
     return FORMAT_NAMES.get(name, name)
@@ -49,10 +52,10 @@ def summary(candidates: Sequence[Candidate]) -> Table:
         ("Mean Δp", lambda c: percent_signed(c)),
         ("RMS Δp", lambda c: figure(c.divergence.rms_delta_p, "{:.2%}")),
         ("Same top p", lambda c: percent(c.divergence.same_top)),
-        ("Same top 5, overlap", lambda c: percent(c.divergence.top5_overlap)),
+        ("Top 5 overlap", lambda c: percent(c.divergence.top5_overlap)),
         ("Same experts, worst layer", lambda c: _worst_router(c, overlap=False)),
         ("Expert overlap, worst layer", lambda c: _worst_router(c, overlap=True)),
-        ("Hidden state error, last layer", lambda c: percent(c.layers[-1].relative)),
+        ("Hidden error, last layer", lambda c: percent(c.layers[-1].relative)),
         ("SQNR, last layer", lambda c: _db(c.layers[-1].sqnr_db)),
     ]
     return Table(

@@ -17,6 +17,11 @@ from beamq.eval.streams import Findings
 from beamq.sizes import show_bytes
 
 NAMED_LAYERS = 3
+CAVEAT = (
+    "The verdict rests on next-token agreement with the source on this text and on the error of"
+    " every linear. It says that the conversion is sound, not how a task will score. Bounds are"
+    " those of the recipe; standard errors are over tokens of this text alone."
+)
 CLOSE = 2.0  # standard errors within which a figure and its bound cannot be told apart
 
 

@@ -54,6 +54,12 @@ SURFACE = {
         | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"},
     ),
     "verify": ("checkpoint", TALK | {"--source", "--level", "--workers"}),
+    "compare": (
+        "source checkpoints",
+        TALK
+        | {"--data", "--samples", "--sequence-length", "--seed", "--dtype", "--device"}
+        | {"--report", "--write-card", "--gemm"},
+    ),
     "inspect": ("checkpoint", TALK - {"--verbose -v"}),
     "dequantize": ("checkpoint output", RUN | TALK - {"--verbose -v"}),
     "push": (
