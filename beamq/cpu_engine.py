@@ -38,13 +38,17 @@ class CpuEngine:
         checkpoint: Checkpoint,
         pool: BufferPool,
         *,
+        scales: str,
         input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
     ) -> None:
-        """Without `input_scale`, those tensors are left for `write_input_scale`."""
+        """`scales` chooses NVFP4's block scales (see `Recipe`).
+
+        Without `input_scale`, those tensors are left for `write_input_scale`."""
         self._checkpoint = checkpoint
         self._pool = pool
+        self._rule = scales
         self._input_scale = input_scale
         self._stopped = stopped
         self._advance = advance
@@ -256,6 +260,7 @@ class CpuEngine:
                 global_scale,
                 out,
                 scale_view[row * k // 16 : (row + rows) * k // 16],
+                scales=self._rule,
             )
             result.underflow_blocks += counts.underflow
             result.zero_blocks += counts.zero

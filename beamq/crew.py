@@ -36,6 +36,7 @@ class Crew:
         *,
         workers: int,
         memory_budget: int,
+        scales: str,
         input_scale: Callable[[str], float],
         advance: Callable[[int], None],
         stop: threading.Event,
@@ -44,6 +45,7 @@ class Crew:
         self._jobs = jobs
         self._shards = shards
         self._workers = workers
+        self._scales = scales
         self._input_scale = input_scale
         self._advance = advance
         self._stop = stop
@@ -76,6 +78,7 @@ class Crew:
         engine = CpuEngine(
             self._checkpoint,
             self._pool,
+            scales=self._scales,
             input_scale=self._input_scale,
             stopped=self._stop.is_set,
             advance=self._advance,

@@ -115,7 +115,12 @@ class OnePass:
         engine: TapEngine | None = None
         if prepared.ranks.world == 1:
             engine = TapEngine(
-                prepared.checkpoint, jobs, shards, advance=advance, stopped=stop.is_set
+                prepared.checkpoint,
+                jobs,
+                shards,
+                scales=self._plan.scales,
+                advance=advance,
+                stopped=stop.is_set,
             )
         with prepared.ranks.talking():
             stats = self._pass(engine, stop)

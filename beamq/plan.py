@@ -65,6 +65,7 @@ class Job:
 class Work:
     """What a run reads and writes, whichever way it converts.
 
+    `scales` is how NVFP4 block scales are chosen (see `Recipe`);
     `remote_shards` are the source's shards that have to be fetched first, with their bytes.
     """
 
@@ -75,6 +76,7 @@ class Work:
     shards: tuple[Shard, ...]
     companions: tuple[Companion, ...]
     total_parameters: int
+    scales: str = "max"
     remote_shards: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -182,6 +184,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         remote_shards=checkpoint.source.missing_nbytes(),
         notes=(*sources.notes, *tensor_parallel_notes(config, recipe, units)),
         parameters=parameters,
+        scales=recipe.scales,
         total_parameters=sum(parameters.values()),
         recipe_digest=recipe.digest(),
         quantized_parameters=sum(

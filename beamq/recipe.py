@@ -8,7 +8,9 @@ precision of the source. The keys, all of them:
     name         short name, used in cards and reports
     summary      one sentence for people
     rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8
-    scales       NVFP4 block scales; `max`: from the block's largest magnitude
+    scales       NVFP4 block scales; `sweep` (NVFP4's default): of the stored scales near, the one
+                 with the least squared error; `max`: from the block's largest magnitude alone, for
+                 the same bytes as Model-Optimizer's
     kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
                  Beam refuses them)
     exclude      patterns of modules to leave precise (see `matches`)
@@ -36,7 +38,8 @@ from beamq.roles import QUANTIZABLE, Role
 from beamq.small_files import read_small
 
 FORMATS = ("nvfp4", "fp8")
-BUILT_IN = ("nvfp4", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
+BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
+SCALES = ("sweep", "max")
 MAX_RECIPE_BYTES = 1 << 16
 MAX_PATTERNS = 256
 MAX_PATTERN = 300  # characters of a regular expression
@@ -154,11 +157,14 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
         raise RecipeError(f"{origin}: {len(exclude)} exclude patterns, at most {MAX_PATTERNS}")
     for pattern in exclude:
         matches(pattern, "")
+    rules = _rules(data.get("rules"), origin)
+    # FP8 has one scale a row, which its largest value calls for.
+    scales = SCALES if "nvfp4" in rules.values() else ("max",)
     return Recipe(
         name=data["name"],
         summary=data["summary"],
-        rules=_rules(data.get("rules"), origin),
-        scales=_choice(data, "scales", "max", ("max",), origin),
+        rules=rules,
+        scales=_choice(data, "scales", scales[0], scales, origin),
         kv_cache=_choice(data, "kv_cache", "none", ("none", "fp8"), origin),
         exclude=tuple(exclude),
         bounds=_bounds(data.get("bounds", {}), origin),

@@ -260,6 +260,7 @@ class Runner:
                     shards,
                     workers=self._options.workers,
                     memory_budget=self._options.memory,
+                    scales=work.scales,
                     input_scale=self._scales.of,
                     advance=meter.advance,
                     stop=stop,

@@ -38,6 +38,7 @@ class TapEngine:
         jobs: Sequence[Job],
         shards: OpenShards,
         *,
+        scales: str,
         advance: Callable[[int], None],
         stopped: Callable[[], bool],
     ) -> None:
@@ -45,6 +46,7 @@ class TapEngine:
         self._checkpoint = checkpoint
         self._jobs = jobs
         self._shards = shards
+        self._scales = scales
         self._advance = advance
         self._stopped = stopped
         self._lock = threading.Lock()
@@ -119,6 +121,7 @@ class TapEngine:
             engine = self._engines.engine = CpuEngine(
                 self._checkpoint,
                 BufferPool(0),  # nothing is read here, so nothing is needed
+                scales=self._scales,
                 input_scale=None,
                 stopped=self._stopped,
                 advance=self._advance,

@@ -59,7 +59,7 @@ CHECKS: dict[str, tuple[Level, str]] = {
     "source.accounted": ("source", "every source tensor is stored here or was dropped on purpose"),
     "source.router": ("source", "router and correction bias are bit-identical to the source"),
     "source.copied": ("source", "what is not quantized equals the source, to the bit"),
-    "source.bound": ("source", "every quantized element is within half a step of the source"),
+    "source.bound": ("source", "every quantized element is the nearest that its recipe allows"),
     "forward.runs": ("forward", "the model runs beside its source, and all logits are finite"),
     "forward.kld": ("forward", "mean KL divergence from the source is within the recipe's bound"),
     "forward.top": ("forward", "the likeliest next token is the source's as often as it must be"),

@@ -42,11 +42,14 @@ class Examiner:
         source: Checkpoint | None,
         checksums: Mapping[str, str],
         algorithm: str,
+        rule: str = "max",
     ) -> None:
+        """`rule` is by which NVFP4 codes were made (see `rounding`)."""
         self._checkpoint = checkpoint
         self._source = source
         self._checksums = checksums
         self._algorithm = algorithm
+        self._rule = rule
         self._buffers = threading.local()
 
     def examine(self, item: Item) -> Outcome:
@@ -144,7 +147,13 @@ class Examiner:
             values = self._read_source(item.source, row * line, rows * line, outcome)
             block_scales = scales[row * k // 16 : (row + rows) * k // 16]
             found = cpu.nvfp4_compare(
-                values, item.source.spec.dtype, codes, block_scales, k, global_scale
+                values,
+                item.source.spec.dtype,
+                codes,
+                block_scales,
+                k,
+                global_scale,
+                swept=self._rule == "sweep",
             )
             outcome.compared(found, row, rows, k)
         _bound_fault(outcome)

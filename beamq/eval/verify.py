@@ -5,9 +5,9 @@ result for every check in `checks.CHECKS`. Level `structure` reads headers and s
 `tensors` reads every byte once (and the source's beside it); level `forward` also runs both.
 
 The folder is judged as a stranger's: nothing is taken from the run that made it but beamq.json,
-and that only for checksums. Broken files, tensors and configs are failed checks, never exceptions;
-an exception means the question could not be asked (no such folder, no Beam, a source that is
-itself broken or quantized).
+and that only for checksums and for the rule by which codes were made. Broken files, tensors and
+configs are failed checks, never exceptions; an exception means the question could not be asked (no
+such folder, no Beam, a source that is itself broken or quantized).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from beamq.eval.config_checks import (
 from beamq.eval.folder import Folder, listed_shards, read_folder
 from beamq.eval.items import Item, Outcome, Sums, plan_items
 from beamq.eval.origin import trace_source
+from beamq.eval.rounding import rounding_rule
 from beamq.eval.second_opinion import ask_second_opinion
 from beamq.eval.structure import check_scalars, take_inventory
 from beamq.eval.tensors import Examiner, examine_all
@@ -151,7 +152,8 @@ class _Reader:
     ) -> tuple[int, list[RoleError]]:
         """Returns bytes read and the quantization error by role."""
         checksums, algorithm = self._checksums()
-        examiner = Examiner(self._opened, self._origin, checksums, algorithm)
+        rule = rounding_rule(self._folder.manifest)
+        examiner = Examiner(self._opened, self._origin, checksums, algorithm, rule)
         threads = workers or min(os.cpu_count() or 1, 16)
         nbytes = 0
         totals: dict[str, _RoleTotal] = {}

@@ -3,7 +3,7 @@
 In:  a weight [N, K] in BF16, F16 or FP32 (K a multiple of 16) and its global scale, which several
      tensors may share.
 Out: `QuantizedTensor`, whose bytes equal those of NVIDIA ModelOpt 0.47's `NVFP4QTensor.quantize`
-     for the same global scale (the `max` rule):
+     for the same global scale (the `max` rule), or have block scales by sweep.py instead:
 
     block_scale = E4M3(clamp(amax_block / (6 * global_scale), 2^-9, 448)),  1.0 for a zero block
     code        = E2M1(w / (block_scale * global_scale))
@@ -35,6 +35,7 @@ from beamq.formats.numerics import (
     to_e4m3,
     unpack_nibbles,
 )
+from beamq.formats.sweep import sweep_scales
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,22 +63,40 @@ def global_scale_from_amax(amax: torch.Tensor | float) -> torch.Tensor:
     return scale.clamp(min=SCALE_FLOOR)
 
 
-def quantize(w_NK: torch.Tensor, global_scale: torch.Tensor | float) -> QuantizedTensor:
-    """`w_NK` [N, K] by the `max` rule. `global_scale` is a scalar from 2^-126 to 2^117."""
+def quantize(
+    w_NK: torch.Tensor,
+    global_scale: torch.Tensor | float,
+    *,
+    scales: str = "max",
+    weight_K: torch.Tensor | None = None,
+) -> QuantizedTensor:
+    """`w_NK` [N, K] by the `max` rule, or with block scales by `sweep` (see sweep.py).
+
+    `global_scale` is a scalar from 2^-126 to 2^117. `weight_K` (FP32, for `sweep` only) weighs the
+    squared errors of the columns.
+    """
     n, k = w_NK.shape
     if k % NVFP4_BLOCK:
         raise ValueError(f"K is {k}; NVFP4 needs a multiple of {NVFP4_BLOCK}")
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=w_NK.device).reshape(())
     w_NB16 = w_NK.float().view(n, k // NVFP4_BLOCK, NVFP4_BLOCK)
-    amax_NB = w_NB16.abs().amax(dim=-1)
-    ideal_NB = torch.nan_to_num(amax_NB / (6.0 * scale), nan=torch.inf, posinf=torch.inf)
-    ideal_NB = torch.where(ideal_NB == 0, 1.0, ideal_NB)
-    block_scale_NB = to_e4m3(ideal_NB.clamp(E4M3_MIN, E4M3_MAX))
+    block_scale_NB = max_block_scales(w_NB16, scale)
+    if scales == "sweep":
+        weight_B16 = None if weight_K is None else weight_K.float().view(-1, NVFP4_BLOCK)
+        block_scale_NB = sweep_scales(w_NB16, block_scale_NB, scale, weight_B16)
     step_NB = block_scale_NB.float() * scale
     codes_NK = e2m1_codes(w_NB16 / step_NB.unsqueeze(-1)).view(n, k)
     return QuantizedTensor(
         codes=pack_nibbles(codes_NK), block_scale=block_scale_NB, global_scale=scale.clone()
     )
+
+
+def max_block_scales(w_NB16: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """E4M3 block scales [...] of FP32 blocks [..., 16] by the `max` rule."""
+    amax_NB = w_NB16.abs().amax(dim=-1)
+    ideal_NB = torch.nan_to_num(amax_NB / (6.0 * global_scale), nan=torch.inf, posinf=torch.inf)
+    ideal_NB = torch.where(ideal_NB == 0, 1.0, ideal_NB)
+    return to_e4m3(ideal_NB.clamp(E4M3_MIN, E4M3_MAX))
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

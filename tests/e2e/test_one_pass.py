@@ -187,7 +187,8 @@ def test_each_source_byte_is_read_once(
 
 def test_nano_needs_no_other_flag(beam_nano: Path, tmp_path: Path) -> None:
     """The default text, said in the records; `verify` passes; quality is that of the fixture's
-    table (README of the fixtures: mean KL 0.0205, 16 rows of 512 tokens, FP32)."""
+    table (README of the fixtures: mean KL 0.0205, 16 rows of 512 tokens, FP32) less what the scale
+    sweep gains (0.88 times that, docs/results.md)."""
     output = tmp_path / "out"
     shown: list[int] = []
     result = quantize(
@@ -211,7 +212,7 @@ def test_nano_needs_no_other_flag(beam_nano: Path, tmp_path: Path) -> None:
     base = logits(beam_nano, ids, dtype=torch.float32).log_softmax(-1)
     ours = logits(output, ids, dtype=torch.float32).log_softmax(-1)
     kl = (base.exp() * (base - ours)).sum(-1).mean().item()
-    assert abs(kl / 0.0205 - 1) < 0.1, f"mean KL {kl:.5f} nats"
+    assert abs(kl / (0.88 * 0.0205) - 1) < 0.1, f"mean KL {kl:.5f} nats"
     agreement = (base.argmax(-1) == ours.argmax(-1)).float().mean().item()
     assert agreement > 0.92
 

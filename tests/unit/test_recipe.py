@@ -18,12 +18,22 @@ def test_the_built_in_recipes_are_those_of_the_design() -> None:
     linears = (Role.EXPERT, Role.DENSE_MLP, Role.ATTENTION)
     assert rules == {
         "nvfp4": {Role.EXPERT: "nvfp4"},
+        "nvfp4-max": {Role.EXPERT: "nvfp4"},
         "nvfp4-mlp": dict.fromkeys(linears[:2], "nvfp4"),
         "nvfp4-all": dict.fromkeys(linears, "nvfp4"),
         "fp8": dict.fromkeys(linears, "fp8"),
         "fp8-experts": {Role.EXPERT: "fp8"},
     }
     assert all(load_recipe(name).name == name for name in BUILT_IN)
+    swept = {name for name in BUILT_IN if load_recipe(name).scales == "sweep"}
+    assert swept == {"nvfp4", "nvfp4-mlp", "nvfp4-all"}
+
+
+def test_scales_are_swept_unless_it_says_otherwise() -> None:
+    assert parse_recipe(GOOD).scales == "sweep"
+    assert parse_recipe({**GOOD, "scales": "max"}).scales == "max"
+    assert parse_recipe({**GOOD, "rules": {"expert": "fp8"}}).scales == "max"
+    assert parse_recipe(GOOD).digest() != parse_recipe({**GOOD, "scales": "max"}).digest()
 
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
@@ -33,7 +43,8 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "embedding": ({"rules": {"embedding": "fp8"}}, "can be quantized"),
     "unknown format": ({"rules": {"expert": "int4"}}, "expected nvfp4 or fp8"),
     "mixed": ({"rules": {"expert": "nvfp4", "attention": "fp8"}}, "SGLang refuses"),
-    "unknown scales": ({"scales": "best"}, "scales"),
+    "unknown scales": ({"scales": "best"}, "expected sweep or max"),
+    "swept fp8": ({"rules": {"expert": "fp8"}, "scales": "sweep"}, "expected max"),
     "kv cache": ({"kv_cache": "int8"}, "kv_cache"),
     "exclude not a list": ({"exclude": "gate"}, "list of patterns"),
     "bad regex": ({"exclude": ["re:("]}, "not a regular expression"),

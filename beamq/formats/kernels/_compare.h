@@ -6,12 +6,16 @@
  * the nearest, and the slack below covers FP32's rounding of the boundaries), so a tile that
  * matches them, and whose amax is not beyond the grid, is done. Only the rest is judged singly.
  *
+ * Swept scales may clip: then any value beyond the grid may have its end, but a block scale has to
+ * be one of the sweep's candidates, or the whole block is out of bound.
+ *
  * Sums are kept in 16 lanes, by position, and added in one order: the same on every machine.
  */
 #ifndef BEAMQ_COMPARE_H
 #define BEAMQ_COMPARE_H
 
 #include "_quantize.h"
+#include "_sweep.h"
 
 typedef struct {
     double sum_sq_error, sum_sq_source, max_abs_error;
@@ -66,13 +70,14 @@ static int between(double low, double x, double high, u32 negative) {
     return size < 0x1p128 && low - slack <= along && along <= high + slack;
 }
 
-static int nvfp4_within(float x, u32 code, u32 scale_code, float global) {
+static int nvfp4_within(float x, u32 code, u32 scale_code, float global, int swept) {
     static const double middle[8] = {-0.25, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0};
     const u32 m = code & 7u;
     const double block_scale = (double)e4m3_value(scale_code), step = block_scale * (double)global;
     if (!(step > 0.0)) return 0; /* a zero, negative or NaN scale */
     const double reach = block_scale + (double)e4m3_half_gap(scale_code);
-    const double high = m < 7u ? middle[m + 1u] * step : 6.0 * reach * (double)global;
+    const double end = swept ? 0x1p128 : 6.0 * reach * (double)global;
+    const double high = m < 7u ? middle[m + 1u] * step : end;
     return between(middle[m] * step, (double)x, high, code & 8u);
 }
 
@@ -88,17 +93,35 @@ static int fp8_within(float x, u32 code, float scale) {
 /* Largest magnitude that surely is within reach of the end of the grid; never infinite. */
 INLINE float surely(float limit) { return limit < 0x1p127f ? limit * 0x1.ffffep-1f : 0x1p126f; }
 
-INLINE void nvfp4_compare_tile(const void *src, int dtype, const u8 *codes, const u8 *scales,
-                               float global, size_t index, comparison *r, lane_sums *sums) {
-    float amax[TILE_BLOCKS], step[TILE_BLOCKS], x[TILE], value[TILE];
-    u8 expected[TILE_BYTES];
-    int32_t doubtful = 0;
+/* Whether a block's scale is none that the sweep may choose; all-zero blocks have no choice. */
+INLINE void foreign_scales(const void *src, int dtype, const u8 *scales, float global,
+                           int32_t *foreign) {
+    float amax[TILE_BLOCKS];
+    u8 middle[TILE_BLOCKS];
+    nvfp4_counts counts = {0, 0, 0, 0};
     tile_amax(src, amax, dtype);
+    nvfp4_scales_tile(src, dtype, global, middle, &counts);
+    for (int b = 0; b < TILE_BLOCKS; b++) {
+        const int32_t offset = (int32_t)scales[b] - (int32_t)middle[b];
+        const int32_t outside = (offset < -SWEEP_BELOW) | (offset > SWEEP_ABOVE);
+        foreign[b] = outside | ((amax[b] == 0.0f) & (offset != 0));
+    }
+}
+
+INLINE void nvfp4_compare_tile(const void *src, int dtype, const u8 *codes, const u8 *scales,
+                               float global, int swept, size_t index, comparison *r,
+                               lane_sums *sums) {
+    float amax[TILE_BLOCKS], step[TILE_BLOCKS], x[TILE], value[TILE];
+    int32_t foreign[TILE_BLOCKS] = {0}, doubtful = 0;
+    u8 expected[TILE_BYTES];
+    tile_amax(src, amax, dtype);
+    if (swept) foreign_scales(src, dtype, scales, global, foreign);
     for (int b = 0; b < TILE_BLOCKS; b++) {
         const float scale = e4m3_value(scales[b]);
-        const float limit = surely(6.0f * (scale + e4m3_half_gap(scales[b])) * global);
+        const float end = surely(6.0f * (scale + e4m3_half_gap(scales[b])) * global);
+        const float limit = swept ? 0x1.fffffep127f : end;
         step[b] = scale * global;
-        doubtful += !((amax[b] <= limit) & (step[b] > 0.0f));
+        doubtful += (!((amax[b] <= limit) & (step[b] > 0.0f))) | foreign[b];
     }
     nvfp4_encode_tile(src, dtype, step, expected);
     nvfp4_decode_tile(codes, scales, value);
@@ -107,12 +130,13 @@ INLINE void nvfp4_compare_tile(const void *src, int dtype, const u8 *codes, cons
     if (!doubtful && memcmp(expected, codes, TILE_BYTES) == 0) return;
     for (size_t i = 0; i < TILE; i++) {
         u32 code = (u32)codes[i / 2] >> (4u * (i & 1u)) & 15u;
-        if (!nvfp4_within(x[i], code, scales[i / BLOCK], global)) note(r, index + i);
+        if (foreign[i / BLOCK] || !nvfp4_within(x[i], code, scales[i / BLOCK], global, swept))
+            note(r, index + i);
     }
 }
 
 INLINE comparison nvfp4_compare_body(const void *src, size_t blocks, int dtype, const u8 *codes,
-                                     const u8 *scales, float global) {
+                                     const u8 *scales, float global, int swept) {
     comparison r = {0.0, 0.0, 0.0, 0, -1};
     lane_sums sums = {{0}, {0}, {0}};
     const size_t stride = item_size(dtype) * BLOCK;
@@ -120,7 +144,7 @@ INLINE comparison nvfp4_compare_body(const void *src, size_t blocks, int dtype, 
     size_t b = 0;
     for (; b + TILE_BLOCKS <= blocks; b += TILE_BLOCKS)
         nvfp4_compare_tile(p + b * stride, dtype, codes + b * BLOCK / 2, scales + b, global,
-                           b * BLOCK, &r, &sums);
+                           swept, b * BLOCK, &r, &sums);
     const size_t rest = blocks - b;
     if (rest) { /* padding compares zeros with zeros at scale 1 */
         u32 padded[TILE] = {0};
@@ -129,7 +153,8 @@ INLINE comparison nvfp4_compare_body(const void *src, size_t blocks, int dtype, 
         memcpy(padded, p + b * stride, rest * stride);
         memcpy(tail_codes, codes + b * BLOCK / 2, rest * BLOCK / 2);
         memcpy(tail_scales, scales + b, rest);
-        nvfp4_compare_tile(padded, dtype, tail_codes, tail_scales, global, b * BLOCK, &r, &sums);
+        nvfp4_compare_tile(padded, dtype, tail_codes, tail_scales, global, swept, b * BLOCK, &r,
+                           &sums);
     }
     finish(&r, &sums);
     return r;

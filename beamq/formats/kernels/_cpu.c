@@ -66,6 +66,13 @@ LEVELS(nvfp4_counts, run_nvfp4_quantize,
            return nvfp4_quantize_body(src, blocks, F32, global, codes, scales);
        })
 
+LEVELS(nvfp4_counts, run_nvfp4_sweep,
+       (const void *src, size_t blocks, int dtype, float global, const float *weights,
+        size_t row_blocks, u8 *codes, u8 *scales),
+       (src, blocks, dtype, global, weights, row_blocks, codes, scales), {
+           return nvfp4_sweep_body(src, blocks, dtype, global, weights, row_blocks, codes, scales);
+       })
+
 LEVELS(fp8_counts, run_fp8_quantize,
        (const void *src, size_t rows, size_t k, int dtype, u8 *codes, void *scales),
        (src, rows, k, dtype, codes, scales), {
@@ -103,11 +110,14 @@ LEVELS(int64_t, run_convert, (const void *src, size_t n, int from, void *out, in
        })
 
 LEVELS(comparison, run_nvfp4_compare,
-       (const void *src, size_t blocks, int dtype, const u8 *codes, const u8 *scales, float global),
-       (src, blocks, dtype, codes, scales, global), {
-           if (dtype == BF16) return nvfp4_compare_body(src, blocks, BF16, codes, scales, global);
-           if (dtype == F16) return nvfp4_compare_body(src, blocks, F16, codes, scales, global);
-           return nvfp4_compare_body(src, blocks, F32, codes, scales, global);
+       (const void *src, size_t blocks, int dtype, const u8 *codes, const u8 *scales, float global,
+        int swept),
+       (src, blocks, dtype, codes, scales, global, swept), {
+           if (dtype == BF16)
+               return nvfp4_compare_body(src, blocks, BF16, codes, scales, global, swept);
+           if (dtype == F16)
+               return nvfp4_compare_body(src, blocks, F16, codes, scales, global, swept);
+           return nvfp4_compare_body(src, blocks, F32, codes, scales, global, swept);
        })
 
 LEVELS(comparison, run_fp8_compare,
@@ -222,6 +232,37 @@ static PyObject *py_nvfp4_quantize(PyObject *self, PyObject *args) {
     return result;
 }
 
+/* `weights`: None, or k FP32 numbers, one for each column. */
+static PyObject *py_nvfp4_sweep(PyObject *self, PyObject *args) {
+    Py_buffer b[4] = {{0}, {0}, {0}, {0}}; /* src, codes, scales, weights */
+    const char *name;
+    PyObject *given;
+    Py_ssize_t k, rows;
+    double global;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*sndOw*w*:nvfp4_sweep", &b[0], &name, &k, &global, &given, &b[1],
+                          &b[2]))
+        return NULL;
+    PyObject *result = NULL;
+    int dtype = dtype_code(name), weighted = given != Py_None;
+    if (weighted && PyObject_GetBuffer(given, &b[3], PyBUF_SIMPLE) != 0) dtype = -1;
+    if (dtype >= 0 && is_blocked(k) && is_global_scale(global) &&
+        (rows = row_count(&b[0], item_size(dtype), k)) >= 0 &&
+        has_size("out_codes", &b[1], rows * (k / 2)) &&
+        has_size("out_scales", &b[2], rows * (k / BLOCK)) &&
+        (!weighted || has_size("weights", &b[3], k * 4))) {
+        nvfp4_counts r;
+        Py_BEGIN_ALLOW_THREADS
+        r = run_nvfp4_sweep(b[0].buf, (size_t)(rows * (k / BLOCK)), dtype, (float)global,
+                            weighted ? b[3].buf : NULL, (size_t)(k / BLOCK), b[1].buf, b[2].buf);
+        Py_END_ALLOW_THREADS
+        result = Py_BuildValue("LLLL", (long long)r.saturated, (long long)r.underflow,
+                               (long long)r.zero, (long long)r.nonfinite);
+    }
+    release(b, 4);
+    return result;
+}
+
 static PyObject *py_fp8_quantize_rows(PyObject *self, PyObject *args) {
     Py_buffer b[3] = {{0}, {0}, {0}};
     const char *name;
@@ -320,8 +361,10 @@ static PyObject *py_nvfp4_compare(PyObject *self, PyObject *args) {
     const char *name;
     Py_ssize_t k, rows;
     double global;
+    int swept = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "y*sy*y*nd:nvfp4_compare", &b[0], &name, &b[1], &b[2], &k, &global))
+    if (!PyArg_ParseTuple(args, "y*sy*y*nd|p:nvfp4_compare", &b[0], &name, &b[1], &b[2], &k,
+                          &global, &swept))
         return NULL;
     PyObject *result = NULL;
     int dtype = dtype_code(name);
@@ -332,7 +375,7 @@ static PyObject *py_nvfp4_compare(PyObject *self, PyObject *args) {
         comparison r;
         Py_BEGIN_ALLOW_THREADS
         r = run_nvfp4_compare(b[0].buf, (size_t)(rows * (k / BLOCK)), dtype, b[1].buf, b[2].buf,
-                              (float)global);
+                              (float)global, swept);
         Py_END_ALLOW_THREADS
         result = comparison_tuple(r);
     }
@@ -401,6 +444,7 @@ static PyObject *py_use_level(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"amax", py_amax, METH_VARARGS, NULL},
     {"nvfp4_quantize", py_nvfp4_quantize, METH_VARARGS, NULL},
+    {"nvfp4_sweep", py_nvfp4_sweep, METH_VARARGS, NULL},
     {"fp8_quantize_rows", py_fp8_quantize_rows, METH_VARARGS, NULL},
     {"nvfp4_dequantize", py_nvfp4_dequantize, METH_VARARGS, NULL},
     {"fp8_dequantize_rows", py_fp8_dequantize_rows, METH_VARARGS, NULL},

@@ -10,6 +10,16 @@ def nvfp4_quantize(
     out_scales: Buffer,
     /,
 ) -> tuple[int, int, int, int]: ...
+def nvfp4_sweep(
+    src: Buffer,
+    dtype: str,
+    k: int,
+    global_scale: float,
+    weights: Buffer | None,
+    out_codes: Buffer,
+    out_scales: Buffer,
+    /,
+) -> tuple[int, int, int, int]: ...
 def fp8_quantize_rows(
     src: Buffer, dtype: str, k: int, out_codes: Buffer, out_scales: Buffer, /
 ) -> tuple[int, int, int]: ...
@@ -21,7 +31,14 @@ def fp8_dequantize_rows(
 ) -> None: ...
 def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str, /) -> int: ...
 def nvfp4_compare(
-    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int, global_scale: float, /
+    src: Buffer,
+    src_dtype: str,
+    codes: Buffer,
+    scales: Buffer,
+    k: int,
+    global_scale: float,
+    swept: bool = False,
+    /,
 ) -> tuple[float, float, float, int, int]: ...
 def fp8_compare(
     src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int, /

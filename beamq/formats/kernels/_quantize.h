@@ -72,9 +72,10 @@ INLINE void nvfp4_encode_tile(const void *src, int dtype, const float *step, u8 
     for (int i = 0; i < TILE_BYTES; i++) codes[i] = (u8)(nibbles[2 * i] | nibbles[2 * i + 1] << 4);
 }
 
-INLINE void nvfp4_quantize_tile(const void *src, int dtype, float global, u8 *codes, u8 *scales,
-                                nvfp4_counts *counts) {
-    float amax[TILE_BLOCKS], step[TILE_BLOCKS];
+/* Block scales of a tile by the `max` rule. */
+INLINE void nvfp4_scales_tile(const void *src, int dtype, float global, u8 *scales,
+                              nvfp4_counts *counts) {
+    float amax[TILE_BLOCKS];
     int32_t saturated = 0, underflow = 0, zero = 0, nonfinite = 0;
     const float six_global = 6.0f * global;
 
@@ -88,15 +89,20 @@ INLINE void nvfp4_quantize_tile(const void *src, int dtype, float global, u8 *co
         underflow += (ideal <= 0x1p-10f) & (ideal > 0.0f);
         ideal = ideal == 0.0f ? 1.0f : ideal;
         ideal = ideal < E4M3_MIN ? E4M3_MIN : ideal;
-        u32 code = e4m3_code(ideal);
-        scales[b] = (u8)code;
-        step[b] = e4m3_value(code) * global;
+        scales[b] = (u8)e4m3_code(ideal);
     }
-    nvfp4_encode_tile(src, dtype, step, codes);
     counts->saturated += saturated;
     counts->underflow += underflow;
     counts->zero += zero;
     counts->nonfinite += nonfinite;
+}
+
+INLINE void nvfp4_quantize_tile(const void *src, int dtype, float global, u8 *codes, u8 *scales,
+                                nvfp4_counts *counts) {
+    float step[TILE_BLOCKS];
+    nvfp4_scales_tile(src, dtype, global, scales, counts);
+    for (int b = 0; b < TILE_BLOCKS; b++) step[b] = e4m3_value(scales[b]) * global;
+    nvfp4_encode_tile(src, dtype, step, codes);
 }
 
 /* Blocks don't cross rows (k % 16 == 0), so a tensor is one long run of blocks. */

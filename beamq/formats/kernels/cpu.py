@@ -122,12 +122,28 @@ def amax(src: Buffer, dtype: str) -> AmaxResult:
 
 
 def nvfp4_quantize(
-    src: Buffer, dtype: str, k: int, global_scale: float, out_codes: Buffer, out_scales: Buffer
+    src: Buffer,
+    dtype: str,
+    k: int,
+    global_scale: float,
+    out_codes: Buffer,
+    out_scales: Buffer,
+    *,
+    scales: str = "max",
+    weights: Buffer | None = None,
 ) -> Nvfp4Counts:
-    """Rows [N, k] -> `out_codes` [N, k/2] and `out_scales` E4M3 [N, k/16]; k a multiple of 16."""
-    saturated, underflow, zero, nonfinite = _backend.nvfp4_quantize(
-        src, dtype, k, global_scale, out_codes, out_scales
-    )
+    """Rows [N, k] -> `out_codes` [N, k/2] and `out_scales` E4M3 [N, k/16]; k a multiple of 16.
+
+    `scales` is "max" or "sweep"; the latter may have `weights`, k FP32 numbers that weigh the
+    squared errors of the columns. Counts are of the `max` rule's scales either way.
+    """
+    if scales == "sweep":
+        counts = _backend.nvfp4_sweep(src, dtype, k, global_scale, weights, out_codes, out_scales)
+    elif scales == "max" and weights is None:
+        counts = _backend.nvfp4_quantize(src, dtype, k, global_scale, out_codes, out_scales)
+    else:
+        raise ValueError(f"scales '{scales}' is not 'sweep', or 'max' without weights")
+    saturated, underflow, zero, nonfinite = counts
     return Nvfp4Counts(saturated=saturated, underflow=underflow, zero=zero, nonfinite=nonfinite)
 
 
@@ -164,7 +180,14 @@ def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
 
 
 def nvfp4_compare(
-    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int, global_scale: float
+    src: Buffer,
+    src_dtype: str,
+    codes: Buffer,
+    scales: Buffer,
+    k: int,
+    global_scale: float,
+    *,
+    swept: bool = False,
 ) -> Comparison:
     """Decode and compare with the source rows the codes were made from.
 
@@ -174,8 +197,13 @@ def nvfp4_compare(
     down to nearest leaves beyond the grid, so deliberate clipping is out of bound. Both ends
     are widened by what FP32 rounding may move them (2^-22 of x). A scale that is NaN, zero or
     negative puts its whole block out of bound.
+
+    With `swept`, what is beyond the grid may be clipped to 6, and a block scale that is not among
+    the sweep's candidates for the block puts the whole block out of bound.
     """
-    return _comparison(_backend.nvfp4_compare(src, src_dtype, codes, scales, k, global_scale))
+    return _comparison(
+        _backend.nvfp4_compare(src, src_dtype, codes, scales, k, global_scale, swept)
+    )
 
 
 def fp8_compare(src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int) -> Comparison:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from beamq.formats import fp8, nvfp4
+from beamq.formats import fp8, nvfp4, sweep
 from beamq.formats.numerics import (
     E2M1_MAGNITUDES,
     E4M3_MIN,
@@ -45,14 +45,40 @@ def amax(src: Buffer, dtype: str) -> tuple[float, int, int]:
 def nvfp4_quantize(
     src: Buffer, dtype: str, k: int, global_scale: float, out_codes: Buffer, out_scales: Buffer
 ) -> tuple[int, int, int, int]:
+    return _nvfp4_quantize(src, dtype, k, global_scale, "max", None, out_codes, out_scales)
+
+
+def nvfp4_sweep(
+    src: Buffer,
+    dtype: str,
+    k: int,
+    global_scale: float,
+    weights: Buffer | None,
+    out_codes: Buffer,
+    out_scales: Buffer,
+) -> tuple[int, int, int, int]:
+    return _nvfp4_quantize(src, dtype, k, global_scale, "sweep", weights, out_codes, out_scales)
+
+
+def _nvfp4_quantize(
+    src: Buffer,
+    dtype: str,
+    k: int,
+    global_scale: float,
+    rule: str,
+    weights: Buffer | None,
+    out_codes: Buffer,
+    out_scales: Buffer,
+) -> tuple[int, int, int, int]:
     _check_nvfp4(k, global_scale)
     w_NK = _source(src, dtype, k)
     n = w_NK.shape[0]
     codes = _sized("out_codes", out_codes, n * k // 2)
     scales = _sized("out_scales", out_scales, n * k // NVFP4_BLOCK)
+    weight_K = None if weights is None else _sized("weights", weights, k * 4).view(torch.float32)
     if n == 0:
         return 0, 0, 0, 0
-    q = nvfp4.quantize(w_NK, global_scale)
+    q = nvfp4.quantize(w_NK, global_scale, scales=rule, weight_K=weight_K)
     codes.copy_(q.codes.flatten())
     scales.copy_(q.block_scale.view(torch.uint8).flatten())
     amax_B = w_NK.view(-1, NVFP4_BLOCK).abs().amax(dim=-1)
@@ -127,7 +153,13 @@ def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
 
 
 def nvfp4_compare(
-    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int, global_scale: float
+    src: Buffer,
+    src_dtype: str,
+    codes: Buffer,
+    scales: Buffer,
+    k: int,
+    global_scale: float,
+    swept: bool = False,
 ) -> tuple[float, float, float, int, int]:
     _check_nvfp4(k, global_scale)
     x_B16 = _source(src, src_dtype, k).double().view(-1, NVFP4_BLOCK)
@@ -145,10 +177,25 @@ def nvfp4_compare(
     high = torch.cat((midpoints, torch.tensor([torch.nan], dtype=torch.float64)))
     m_B16 = (code_B16 & 7).long()
     top_B1 = 6.0 * (block_scale_B1 + _half_gap_above(scale_bytes).unsqueeze(-1)) * g
+    if swept:
+        top_B1 = torch.full_like(top_B1, torch.inf)
     high_B16 = torch.where(m_B16 == 7, top_B1, high[m_B16] * step_B1)
-    low_B16 = torch.where(step_B1 > 0, low[m_B16] * step_B1, torch.nan)
+    sound_B1 = step_B1 > 0
+    if swept:
+        sound_B1 = sound_B1 & ~_foreign_scales(x_B16.float(), scale_bytes, g.float()).unsqueeze(-1)
+    low_B16 = torch.where(sound_B1, low[m_B16] * step_B1, torch.nan)
     decoded_B16 = e2m1_values(code_B16).double() * step_B1
     return _compare(x_B16, decoded_B16, code_B16 >= 8, low_B16, high_B16)
+
+
+def _foreign_scales(
+    x_B16: torch.Tensor, scale_bytes: torch.Tensor, g: torch.Tensor
+) -> torch.Tensor:
+    """Blocks whose scale is none that the sweep may choose; all-zero blocks have no choice."""
+    middle_B = nvfp4.max_block_scales(x_B16, g).view(torch.uint8)
+    offset_B = scale_bytes.to(torch.int16) - middle_B.to(torch.int16)
+    zero_B = (x_B16 == 0).all(dim=-1)
+    return (offset_B < -sweep.BELOW) | (offset_B > sweep.ABOVE) | (zero_B & (offset_B != 0))
 
 
 def fp8_compare(
