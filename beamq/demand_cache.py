@@ -78,6 +78,11 @@ class DemandCache:
                 self._users[file] -= 1
                 self._changed.notify_all()
 
+    def has(self, file: str) -> bool:
+        """Whether the file is here now."""
+        with self._changed:
+            return file in self._users
+
     def _take(self, file: str) -> bool:
         """Count one more reader, or reserve the file's space; True: the caller must fetch it."""
         with self._changed:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from beamq.source_files import Header, travels
 
 FIRST_BYTES = 1 << 17  # holds the header of almost every shard
 PEEK_BYTES = 1 << 16
+MAX_SMALL_READS = 24  # of a shard; more of them are worth fetching it
 REQUESTS = 16  # at once
 
 
@@ -52,6 +54,7 @@ class HubFiles:
         self._pool: ThreadPoolExecutor | None = None
         self._headers: dict[str, Future[Header]] = {}
         self._cached: dict[str, Path | None] = {}
+        self._small_reads: Counter[str] = Counter()
         self._open = OpenFiles(Path(), self._locate)
         self._supply: ShardSupply | None = None
         self._demand: DemandCache | None = None
@@ -111,7 +114,7 @@ class HubFiles:
         """From disk if the shard is there, by a request if little is asked for, else fetch it."""
         if self._here(file):
             self._open.read(file, offset, out, name)
-        elif out.nbytes <= PEEK_BYTES or self._supply is not None:
+        elif self._supply is not None or (out.nbytes <= PEEK_BYTES and self._is_rare(file)):
             out[:] = self.repo.read_range(file, offset, out.nbytes)
         else:
             with self._on_demand().hold(file):
@@ -174,6 +177,13 @@ class HubFiles:
             path.unlink()
             raise HubError(f"{self.name}: {file} is not the file its header was read from")
         return path
+
+    def _is_rare(self, file: str) -> bool:
+        """Count a small read; whether there were few, and the shard is not there anyway."""
+        with self._lock:
+            self._small_reads[file] += 1
+            few = self._small_reads[file] <= MAX_SMALL_READS
+            return few and (self._demand is None or not self._demand.has(file))
 
     def _in_cache(self, file: str) -> bool:
         with self._lock:

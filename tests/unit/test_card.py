@@ -1,4 +1,4 @@
-"""The card: metadata the Hub accepts, licence inherited, nothing of this machine, no false claim."""
+"""Cards: metadata the Hub accepts, licence inherited, nothing of this machine, no false claim."""
 
 from __future__ import annotations
 
