@@ -16,6 +16,7 @@ import json
 import os
 import stat
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def user_path(text: str | Path) -> Path:
     """A path as a user gave it, with `~` resolved. Raises `UsageError` where it cannot be one."""
     try:
         path = Path(text).expanduser()
-        path.exists()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
     except (OSError, ValueError, RuntimeError) as fault:
         words = (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
         raise UsageError(f"{text}: not a path that can be used: {words}") from None

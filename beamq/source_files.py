@@ -117,8 +117,8 @@ class LocalFiles:
     def listing(self) -> Mapping[str, int]:
         """Regular files and links to such, hidden ones left out.
 
-        Raises `CheckpointError` for a link, of a file that travels, that leads nowhere or out of
-        the folder: a copy of what it names might end on the Hub.
+        Raises `CheckpointError` for a link, of a file that travels, that leads nowhere, to a
+        folder, or out of this one: a copy of what it names might end on the Hub.
         """
         found = {}
         for path in sorted(self._root.rglob("*")):
@@ -132,6 +132,8 @@ class LocalFiles:
     def _check_link(self, path: Path) -> None:
         if not path.exists():
             raise CheckpointError(f"{path}: a link that points nowhere; restore or remove it")
+        if path.is_dir():
+            raise CheckpointError(f"{path}: a link to a folder; put a copy in its place")
         root = self._root.resolve()
         homes = [root]
         if root.parent.name == "snapshots":  # of the Hub's cache, whose files lie in `blobs`
