@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,10 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command line; returns (exit code, stdout, stderr). A traceback fails the test."""
+    for heavy in ("compressed_tensors.quantization", "modelopt.torch.quantization.qtensor"):
+        monkeypatch.setitem(sys.modules, heavy, None)  # seconds to import, and tested elsewhere
 
     def go(*arguments: str | Path) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -1,0 +1,269 @@
+"""Faults of outputs: everything a loader or the Hub looks for is there, true, and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from beamq.checkpoint import INDEX_NAME
+from beamq.errors import DiskError, ResumeError
+from beamq.header import read_header
+from tests.checkpoint_damage import edit_json, find, flip, rewrite
+from tests.faults.conftest import Run
+from tests.faults.craft import convert, light_verify, read_json, recipe
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+COMPANIONS = [
+    "LICENSE", "NOTICE.txt", "modeling_beam.py", "code/a/b/deep.py", "code/empty.txt", "a b.json",
+    "chat_template.jinja", "special_tokens_map.json", "vocab.txt", "x.safetensors.md", "ä/ö.txt",
+]  # fmt: skip
+LEFT = [
+    "old.bin", "sub/model.safetensors", "pytorch_model.bin.index.json", "x.gguf", ".git/config",
+    ".cache/x", "hf_quant_config.json", "code/.hidden", "model.safetensors.partial", "y.incomplete",
+]  # fmt: skip
+
+
+def test_companions_are_copied_bit_for_bit_MO2060(nano_copy: Path, tmp_path: Path) -> None:
+    for number, name in enumerate([*COMPANIONS, *LEFT]):
+        (nano_copy / name).parent.mkdir(parents=True, exist_ok=True)
+        content = bytes(range(number)) * 5000 if "empty" not in name else b""
+        (nano_copy / name).write_bytes(b"{}" if name.endswith("config.json") else content)
+    convert(nano_copy, tmp_path / "out", "fp8")
+    before, after = digests(nano_copy), digests(tmp_path / "out")
+    for name in (*COMPANIONS, "tokenizer.json", "generation_config.json", "training.json"):
+        assert after[name] == before[name]
+    assert not set(LEFT) & set(after)
+    own = {"README.md", "beamq.json", "config.json", INDEX_NAME, "model-00001-of-00001.safetensors"}
+    copied = {*COMPANIONS, "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+              "training.json"}  # fmt: skip
+    assert set(after) == own | copied
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("limit", [150_000, 1_000_000, 5_000_000_000])
+def test_index_headers_and_names_are_one(
+    beam_nano: Path, tmp_path: Path, fmt: str, limit: int
+) -> None:
+    output = tmp_path / "out"
+    convert(beam_nano, output, fmt, max_shard_bytes=limit)
+    index = json.loads((output / INDEX_NAME).read_text())
+    shards = sorted(output.glob("*.safetensors"))
+    count = len(shards)
+    expected = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert [path.name for path in shards] == expected
+    found: dict[str, str] = {}
+    total = 0
+    for path in shards:
+        specs, metadata = read_header(path, path.name)
+        assert metadata == {"format": "pt"}
+        found.update({spec.name: path.name for spec in specs})
+        total += sum(spec.nbytes for spec in specs)
+    assert index["weight_map"] == found
+    assert index["metadata"]["total_size"] == total
+    homes: dict[str, set[str]] = {}
+    for name, file in found.items():
+        homes.setdefault(name.rpartition(".")[0], set()).add(file)
+    apart = {m for m, files in homes.items() if len(files) > 1}
+    # Copied tensors may part company (a router and its bias); a linear and its scales never.
+    assert not {m for m in apart if f"{m}.weight_scale" in found}
+
+
+def test_the_card_is_yaml_and_has_no_path(nano_copy: Path, tmp_path: Path) -> None:
+    edit_json(nano_copy / "config.json", lambda c: c.update(_name_or_path=str(nano_copy)))
+    (nano_copy / "README.md").write_text(
+        "---\nlicense: apache-2.0\nlanguage: [en]\nx: {{ no }}\n---\n# hello\n"
+        .replace("{{ no }}", "1")
+    )  # fmt: skip
+    convert(nano_copy, tmp_path / "out", "fp8")
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["license"] == "apache-2.0"
+    assert front["library_name"] == "transformers"
+    assert "beamq" in front["tags"]
+    assert str(tmp_path) not in card
+    assert "/" not in front.get("base_model", "")
+    for name in ("beamq.json", "config.json", INDEX_NAME):
+        text = (tmp_path / "out" / name).read_text()
+        assert str(tmp_path) not in text.replace(f'"_name_or_path": "{nano_copy}"', "")
+
+
+@pytest.mark.parametrize(
+    "front",
+    ["---\nlicense: [*a]\n---", "---\na: &a [x, x]\nb: &b [*a, *a]\nlicense: *b\n---", "---\n\0",
+     "---\nlicense: !!python/object/apply:os.system ['true']\n---", "---\n" + "[" * 5000 + "\n---",
+     "--- \n: : :\n---", "---\nlicense: 5\nlanguage: {a: b}\n---"],
+)  # fmt: skip
+def test_a_strangers_card_breaks_nothing(nano_copy: Path, tmp_path: Path, front: str) -> None:
+    (nano_copy / "README.md").write_text(front)
+    convert(nano_copy, tmp_path / "out", "fp8")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert isinstance(yaml.safe_load(card.split("---\n")[1]), dict)
+    assert (tmp_path / "out" / "README.source.md").read_text() == front
+
+
+def test_half_a_surrogate_pair_in_a_config_is_written_again(
+    nano_copy: Path, tmp_path: Path
+) -> None:
+    """Found here: it stopped a run at its very end, when config.json was to be written."""
+    text = (nano_copy / "config.json").read_text().rstrip().removesuffix("}")
+    (nano_copy / "config.json").write_text(text + ', "motto": "\\ud83d", "name": "Bäm"}')
+    convert(nano_copy, tmp_path / "out", "fp8")
+    assert read_json(tmp_path / "out" / "config.json")["motto"] == "\ud83d"
+
+
+# What may be written over ----------------------------------------------------------------------
+
+
+def test_overwrite_leaves_no_weights_of_before(beam_nano: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    convert(beam_nano, output, "fp8", max_shard_bytes=300_000)
+    for name in ("pytorch_model.bin", "x.gguf", "consolidated.pth", "a.partial", "b.index.json"):
+        (output / name).write_text("old")
+    convert(beam_nano, output, "nvfp4", overwrite=True)
+    convert(beam_nano, tmp_path / "fresh", "nvfp4")
+    assert digests(output) == digests(tmp_path / "fresh")
+
+
+STRANGERS: dict[str, Callable[[Path], object]] = {
+    "letters": lambda f: (f / "letter.txt").write_text("dear"),
+    "an adapter": lambda f: (f / "adapter_model.safetensors").write_bytes(b"weeks of work"),
+    "someone's checkpoint": lambda f: [
+        (f / name).write_text("{}")
+        for name in ("config.json", INDEX_NAME, "model-00001-of-00001.safetensors")
+    ],
+    "a download": lambda f: (f / "model.safetensors.partial").write_text("x"),
+}
+
+
+@pytest.mark.parametrize("make", STRANGERS.values(), ids=STRANGERS.keys())
+def test_resume_touches_nothing_that_is_not_ours(
+    beam_nano: Path, tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    """Found here: `--resume` in a wrong folder removed every weight file that it did not know."""
+    output = tmp_path / "precious"
+    output.mkdir()
+    make(output)
+    before = digests(output)
+    for options in ({"resume": True}, {}):
+        with pytest.raises(ResumeError):
+            convert(beam_nano, output, **options)
+    assert digests(output) == before
+
+
+def test_what_was_begun_with_another_recipe_stays(beam_nano: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    convert(beam_nano, output, "fp8")
+    before = digests(output)
+    for chosen in (recipe("nvfp4"), recipe("fp8", "expert")):
+        with pytest.raises(ResumeError, match="another recipe"):
+            convert(beam_nano, output, recipe=chosen, resume=True)
+    assert digests(output) == before
+
+
+@pytest.mark.parametrize(
+    "counts", [[], {"zero_groups": 5}, {"zero_rows": "many"}, {"zero_groups": [1]}, 7]
+)
+def test_a_manifest_that_was_tampered_with_is_refused(
+    run: Run, beam_nano: Path, tmp_path: Path, counts: object
+) -> None:
+    output = tmp_path / "out"
+    arguments = ["quantize", beam_nano, output, "--recipe", "fp8", "-q"]
+    assert run(*arguments)[0] == 0
+    edit_json(output / "beamq.json", lambda manifest: manifest.update(counts=counts))
+    code, _, err = run(*arguments, "--resume")
+    assert code == 3
+    assert "damaged" in err
+
+
+@pytest.mark.parametrize("name", ["README.md.partial", "code"])
+def test_links_in_the_output_are_not_followed(nano_copy: Path, tmp_path: Path, name: str) -> None:
+    (nano_copy / "code").mkdir()
+    (nano_copy / "code" / "x.py").write_text("new")
+    output, outside = tmp_path / "out", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "x.py").write_text("mine")
+    (outside / "target").write_text("mine")
+    convert(nano_copy, output, "fp8")
+    if name == "code":
+        shutil.rmtree(output / "code")
+        (output / "code").symlink_to(outside)
+    else:
+        (output / name).symlink_to(outside / "target")
+    before = digests(outside)
+    with suppress(DiskError):  # refused, or the link was replaced
+        convert(nano_copy, output, "fp8", overwrite=True)
+    assert digests(outside) == before
+
+
+# What verify must find -------------------------------------------------------------------------
+
+
+MODULE = "model.layers.4.mlp.experts.7.up_proj"
+
+
+@pytest.fixture(scope="module")
+def finished(beam_nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("finished") / "out"
+    convert(beam_nano, output, max_shard_bytes=1_000_000)
+    return output
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weight_scale deleted": (
+        lambda f: rewrite(f, f"{MODULE}.weight", lambda t: t.pop(f"{MODULE}.weight_scale")),
+        f"{MODULE}.weight_scale",
+    ),
+    "bit of a code": (lambda f: flip(f, f"{MODULE}.weight", 5, 0x40), f"{MODULE}.weight"),
+    "bit of a block scale": (lambda f: flip(f, f"{MODULE}.weight_scale", 3), "weight_scale"),
+    "bit of a global scale": (lambda f: flip(f, f"{MODULE}.weight_scale_2", 1), "weight_scale_2"),
+    "bit of a norm": (lambda f: flip(f, "model.norm.weight", 0), "model.norm.weight"),
+    "bit of a router bias": (
+        lambda f: flip(f, "model.layers.4.mlp.gate.e_score_correction_bias", 1), "e_score"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "where"), DAMAGE.values(), ids=DAMAGE.keys())
+def test_verify_names_it_and_exits_1(
+    run: Run, finished: Path, tmp_path: Path, damage: Callable[[Path], object], where: str
+) -> None:
+    folder = shutil.copytree(finished, tmp_path / "damaged")
+    damage(folder)
+    code, out, _ = run("verify", folder, "--json", "-q")
+    assert code == 1
+    failures = [check for check in json.loads(out)["checks"] if check["status"] == "fail"]
+    assert any(where in place for check in failures for place in check["where"])
+
+
+def test_a_shard_from_another_run_exits_1(
+    run: Run, finished: Path, nano_copy: Path, tmp_path: Path
+) -> None:
+    flip(nano_copy, f"{MODULE}.weight", 1, 0x40)
+    convert(nano_copy, tmp_path / "b", max_shard_bytes=1_000_000)
+    folder = shutil.copytree(finished, tmp_path / "a")
+    shard = find(folder, f"{MODULE}.weight").file
+    other = tmp_path / "b" / find(tmp_path / "b", f"{MODULE}.weight").file
+    shutil.copy(other, folder / shard)
+    code, out, _ = run("verify", folder, "--json", "-q")
+    assert code == 1
+    checks = {check["name"]: check for check in json.loads(out)["checks"]}
+    assert all(".4.mlp.experts.7." in place for place in checks["checksums.tensors"]["where"])
+
+
+def test_what_was_finished_passes(finished: Path, beam_nano: Path) -> None:
+    assert light_verify(finished, source=beam_nano).ok
