@@ -36,9 +36,9 @@ def declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
     """Quantized formats that the checkpoint's config files announce; empty for a plain one."""
     block = checkpoint.config.get("quantization_config")
     if not isinstance(block, dict) or not block:
-        path = checkpoint.root / "hf_quant_config.json"
-        if not path.exists():
+        if not checkpoint.source.has("hf_quant_config.json"):
             return frozenset()
+        path = checkpoint.source.path("hf_quant_config.json")
         nested = read_json_object(path, CheckpointError).get("quantization")
         block = {"quant_method": "modelopt", **(nested if isinstance(nested, dict) else {})}
     method = str(block.get("quant_method", "")).lower()
@@ -48,7 +48,7 @@ def declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
     if method == "compressed-tensors":
         return frozenset(("fp8",))
     raise CheckpointError(
-        f"{checkpoint.root}: quantization_config has quant_method {method[:40]!r}, expected"
+        f"{checkpoint.name}: quantization_config has quant_method {method[:40]!r}, expected"
         " 'modelopt' or 'compressed-tensors'"
     )
 

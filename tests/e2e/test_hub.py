@@ -327,3 +327,16 @@ def test_dequantize_and_content_digest_from_the_hub(
         assert (far.root / "tokenizer.json").read_bytes() == (
             source / "tokenizer.json"
         ).read_bytes()
+
+
+def test_calibrating_on_the_way_fetches_each_shard_once(
+    hub: HubServer, source: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "samples": 2, "sequence_length": 64, "device": "cpu", "max_shard_bytes": 500_000
+    }  # fmt: skip
+    quantize(source, tmp_path / "here", **options)
+    quantize(NANO, tmp_path / "there", cache_bytes=3_000_000, **options)
+    assert digests(tmp_path / "there") == digests(tmp_path / "here")
+    assert set(whole_shards(hub).values()) == {1}
+    assert not list((tmp_path / "hf").rglob("model-*.safetensors"))
