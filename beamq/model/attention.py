@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from beamq.config import BeamConfig
 from beamq.errors import UsageError
+from beamq.model import gpu_support
 from beamq.model.linear import Gemm, LinearWeight
 from beamq.model.observe import Observer
 
@@ -164,8 +165,41 @@ def attention(
     """The attention sublayer on packed tokens, up to and including `o_proj`."""
     if observer is not None:
         observer.linear_input(layer, "qkv_gate", x_TK)
+    fused_TN = gemm.linear(x_TK, weights.qkv_gate)
+    gated = _gated(fused_TN, weights, config, layout, table)
+    del fused_TN
+    if observer is not None:
+        observer.linear_input(layer, "o_proj", gated)
+    return gemm.linear(gated, weights.o)
+
+
+def _gated(
+    fused_TN: torch.Tensor,
+    weights: AttentionWeights,
+    config: BeamConfig,
+    layout: SequenceLayout,
+    table: PositionTable,
+) -> torch.Tensor:
+    """Everything between the two projections: [T, (2 heads + 2 kv) D] -> [T, heads D]."""
     heads, kv, d = config.num_heads, config.num_kv_heads, config.head_dim
-    fused = gemm.linear(x_TK, weights.qkv_gate).view(x_TK.shape[0], -1, d)
+    if gpu_support.serves(fused_TN) and d in (16, 32, 64, 128):
+        from beamq.model import gpu_attention  # Triton
+
+        return gpu_attention.gated_attention(
+            fused_TN,
+            weights.q_norm,
+            weights.k_norm,
+            weights.gate_bias,
+            window=weights.window,
+            sequences=layout.lengths,
+            cos_PD=table.cos_PD,
+            sin_PD=table.sin_PD,
+            query_scale_P=table.query_scale_P,
+            heads=heads,
+            kv_heads=kv,
+            eps=config.rms_norm_eps,
+        )
+    fused = fused_TN.view(fused_TN.shape[0], -1, d)
     q, k, v, gate = fused.split_with_sizes((heads, kv, kv, heads), dim=1)
     q = F.rms_norm(q, (d,), weights.q_norm, config.rms_norm_eps)
     k = F.rms_norm(k, (d,), weights.k_norm, config.rms_norm_eps)
@@ -174,10 +208,7 @@ def attention(
         batch = (run.count, run.length)
         part = [torch.unflatten(t[run.tokens], 0, batch) for t in (q, k, v)]
         mixed[run.tokens] = _attend(part, weights.window, table).flatten(0, 1)
-    gated = (gate + weights.gate_bias[:, None]).sigmoid_().mul_(mixed).flatten(1)
-    if observer is not None:
-        observer.linear_input(layer, "o_proj", gated)
-    return gemm.linear(gated, weights.o)
+    return (gate + weights.gate_bias[:, None]).sigmoid_().mul_(mixed).flatten(1)
 
 
 def _attend(qkv: Iterable[torch.Tensor], window: int | None, table: PositionTable) -> torch.Tensor:

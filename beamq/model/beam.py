@@ -28,9 +28,11 @@ import torch
 import torch.nn.functional as F
 
 from beamq.config import BeamConfig
+from beamq.model import gpu_support
+from beamq.model.activation import CHUNK_ELEMENTS, swiglu
 from beamq.model.attention import AttentionWeights, PositionTable, SequenceLayout, attention
 from beamq.model.linear import Gemm, LinearWeight
-from beamq.model.moe import CHUNK_ELEMENTS, ExpertSlice, RouterWeights, moe, swiglu
+from beamq.model.moe import ExpertSlice, RouterWeights, moe
 from beamq.model.observe import Observer
 
 
@@ -120,8 +122,7 @@ def attention_half(
         layer=weights.index,
         observer=observer,
     )
-    out_TK = norm(out_TK, weights.post_attention_norm, config)
-    return residual_add(h_TK, out_TK, 2 * weights.index + 2)
+    return _close(h_TK, out_TK, weights.post_attention_norm, 2 * weights.index + 2, config)
 
 
 def mlp_input(h_TK: torch.Tensor, weights: LayerWeights, config: BeamConfig) -> torch.Tensor:
@@ -145,13 +146,23 @@ def close_mlp(
     h_TK: torch.Tensor, out_TK: torch.Tensor, weights: LayerWeights, config: BeamConfig
 ) -> torch.Tensor:
     """Norm after the MLP sublayer, residual."""
-    out_TK = norm(out_TK, weights.post_mlp_norm, config)
-    return residual_add(h_TK, out_TK, 2 * weights.index + 3)
+    return _close(h_TK, out_TK, weights.post_mlp_norm, 2 * weights.index + 3, config)
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, config: BeamConfig) -> torch.Tensor:
     """RMSNorm over the last axis: FP32 inside, one rounding to x's dtype."""
     return F.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
+
+
+def _close(
+    h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, n: int, config: BeamConfig
+) -> torch.Tensor:
+    """Norm of a sublayer's output, then the n-th addition; `x` may be used up."""
+    if gpu_support.serves(h) and gpu_support.serves(x):
+        from beamq.model import gpu_layer  # Triton
+
+        return gpu_layer.close_sublayer(h, x, weight, n, config.rms_norm_eps)
+    return residual_add(h, norm(x, weight, config), n)
 
 
 def residual_add(h: torch.Tensor, x: torch.Tensor, n: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import MemoryBudgetError
 from beamq.header import TensorSpec
-from beamq.model.moe import CHUNK_ELEMENTS
+from beamq.model.activation import CHUNK_ELEMENTS
 from beamq.roles import PRECISE_FP32, Role, classify
 
 _UNITS = 2  # one in use, one read ahead

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from beamq.config import BeamConfig
+from beamq.model import gpu_support
+from beamq.model.activation import CHUNK_ELEMENTS, swiglu
 from beamq.model.linear import Gemm, LinearWeight
 from beamq.model.observe import Observer
-
-CHUNK_ELEMENTS = 1 << 25  # FP32 temporaries of elementwise work stay near 128 MiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,32 +153,22 @@ def add_slice(
     shown = observer if observer is not None and observer.expert_inputs else None
     low, high = plan.offsets[part.first], plan.offsets[part.first + part.count]
     offsets = [end - low for end in plan.offsets[part.first : part.first + part.count + 1]]
-    rows: torch.Tensor | None = plan.token_S[low:high]
-    x_in = x_TK
-    if shown is not None:
-        x_in, rows = x_TK.index_select(0, plan.token_S[low:high]), None
-        shown.expert_input(layer, "gate_up", x_in, part.first, offsets)
-    active_SI = swiglu(gemm.grouped(x_in, rows, part.gate_up, offsets))
-    if shown is not None:
+    rows = plan.token_S[low:high]
+    if shown is None:
+        y_SK = gemm.experts(x_TK, rows, part.gate_up, part.down, offsets)
+    else:
+        x_SK = x_TK.index_select(0, rows)
+        shown.expert_input(layer, "gate_up", x_SK, part.first, offsets)
+        active_SI = swiglu(gemm.grouped(x_SK, None, part.gate_up, offsets))
+        del x_SK
         shown.expert_input(layer, "down_proj", active_SI, part.first, offsets)
-    y_SK = gemm.grouped(active_SI, None, part.down, offsets)
+        y_SK = gemm.grouped(active_SI, None, part.down, offsets)
     _accumulate(sum_TK, y_SK, plan, low, high)
 
 
 def finish(sum_TK: torch.Tensor, dtype: torch.dtype, config: BeamConfig) -> torch.Tensor:
     """Round the expert sum to the activation dtype, then apply the routed scale."""
     return sum_TK.to(dtype).mul_(config.routed_scaling_factor)
-
-
-def swiglu(gate_up_SN: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up in FP32, rounded once; columns [gate | up]."""
-    rows, width = gate_up_SN.shape
-    out = gate_up_SN.new_empty(rows, width // 2)
-    step = max(1, CHUNK_ELEMENTS // width)
-    for start in range(0, rows, step):
-        gate, up = gate_up_SN[start : start + step].chunk(2, dim=-1)
-        out[start : start + step] = F.silu(gate.float()).mul_(up)
-    return out
 
 
 def _accumulate(
@@ -188,6 +178,11 @@ def _accumulate(
 
     The j-th rows of all tokens are distinct tokens, so each step is free of collisions.
     """
+    if gpu_support.serves(y_SK):
+        from beamq.model import gpu_layer  # Triton
+
+        gpu_layer.add_experts(sum_TK, y_SK, plan.row_Tk, plan.weight_S, low, high)
+        return
     whole = high - low == plan.row_Tk.numel()
     step = max(1, CHUNK_ELEMENTS // y_SK.shape[1])
     for column_T in plan.row_Tk.unbind(1):

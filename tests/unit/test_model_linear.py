@@ -162,5 +162,5 @@ def test_weights_only_leaves_activations_alone() -> None:
 def test_refusals() -> None:
     with pytest.raises(TensorError, match="no input_scale"):
         gemm_backend("reference").linear(torch.randn(4, 32), nvfp4_weight(torch.randn(8, 32), None))
-    with pytest.raises(UsageError, match="'fast' is unknown, expected one of: reference"):
+    with pytest.raises(UsageError, match="'fast' is unknown, expected one of: auto, cublaslt"):
         gemm_backend("fast")

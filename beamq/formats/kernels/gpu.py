@@ -1,4 +1,4 @@
-"""GPU kernels over CUDA tensors: the bytes of formats/nvfp4.py and formats/fp8.py, near memory speed.
+"""GPU kernels over CUDA tensors: the bytes of formats/nvfp4.py and fp8.py, near memory speed.
 
 In:  contiguous CUDA tensors in BF16, F16 or FP32, one matrix [N, K] or a stack [G, N, K].
 Out: tensors on the same device, made here or given; counts of odd blocks and rows, added to int32
@@ -20,11 +20,12 @@ from __future__ import annotations
 import torch
 import triton
 
+from beamq.formats import swizzle
 from beamq.formats.kernels import gpu_activations, gpu_fp8, gpu_nvfp4
 from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.formats.nvfp4 import QuantizedTensor
+from beamq.formats.swizzle import round_up
 
-SCALE_TILE_ROWS = 128
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WARP = 32
 _AMAX_TILE, _AMAX_STEPS = 2048, 8
@@ -80,7 +81,7 @@ def nvfp4_quantize(
         counts = torch.zeros(4, dtype=torch.int32, device=w.device)
     blocks = n * k // NVFP4_BLOCK
     if stack.numel():
-        tile = 128
+        tile = 256  # with as many threads: a block each
         gpu_nvfp4.quantize_kernel[(triton.cdiv(blocks, tile), stack.shape[0])](
             _words(stack),
             _words(out.codes),
@@ -91,7 +92,7 @@ def nvfp4_quantize(
             DTYPE=_DTYPES[w.dtype],
             TILE=tile,
             EVEN=blocks % tile == 0,
-            num_warps=4,
+            num_warps=tile // _WARP,
         )
     return out
 
@@ -182,9 +183,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if out.numel():
-        tile = 2048
-        gpu_activations.swiglu_kernel[(triton.cdiv(out.numel(), tile),)](
-            gate_up, out, out.numel(), WIDTH=width, TILE=tile, num_warps=8
+        chunk = _chunk(width)
+        gpu_activations.swiglu_kernel[(out.numel() // width,)](
+            gate_up, out, WIDTH=width, CHUNK=chunk, num_warps=_warps(chunk)
         )
     return out
 
@@ -210,10 +211,11 @@ def nvfp4_tokens(
     if k % NVFP4_BLOCK:
         raise ValueError(f"K is {k}; NVFP4 needs a multiple of {NVFP4_BLOCK}")
     count = x.shape[0] if rows is None else rows.numel()
-    padded = round_up(count, SCALE_TILE_ROWS) if padded_rows is None else padded_rows
+    padded = round_up(count, swizzle.ROWS) if padded_rows is None else padded_rows
     codes = torch.empty(count, k // 2, dtype=torch.uint8, device=x.device)
     per_row = k // NVFP4_BLOCK
-    scales = torch.zeros(padded * round_up(per_row, 4), dtype=torch.uint8, device=x.device)
+    columns = round_up(per_row, swizzle.COLUMNS)
+    scales = torch.zeros(padded * columns, dtype=torch.uint8, device=x.device)
     if count:
         tile = 128
         gpu_activations.quantize_tokens_kernel[(triton.cdiv(count * per_row, tile),)](
@@ -232,11 +234,6 @@ def nvfp4_tokens(
             num_warps=4,
         )
     return codes, scales.view(torch.float8_e4m3fn)
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is no less than `value`."""
-    return -(-value // multiple) * multiple
 
 
 def _chunk(k: int) -> int:

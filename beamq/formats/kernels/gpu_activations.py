@@ -38,7 +38,8 @@ def _swiglu_words(gate: tl.tuple, up: tl.tuple) -> tl.tuple:
         low = swiglu(low_gate, as_float(up[i] << 16))
         high_gate = as_float(gate[i] & -65536).to(tl.bfloat16)
         high = swiglu(high_gate, as_float(up[i] & -65536))
-        out = out + (_bits(low) | (_bits(high) << 16),)  # noqa: RUF005
+        pair = _bits(low) | (_bits(high) << 16)
+        out = out + (pair,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's have none
     return out
 
 
@@ -85,14 +86,19 @@ def quantize_tokens_kernel(
     tl.store(scales + tile * 512 + lane, scale.to(tl.int8, bitcast=True), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def swiglu_kernel(
-    src: tl.tensor, out: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr, TILE: tl.constexpr
-) -> None:
-    """out[s, i] = silu(src[s, i]) * src[s, WIDTH + i], FP32 inside, one rounding."""
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = at < count
-    place = src + (at // WIDTH) * (2 * WIDTH) + at % WIDTH
-    gate = tl.load(place, mask=inside, other=0.0)
-    up = tl.load(place + WIDTH, mask=inside, other=0.0)
-    tl.store(out + at, swiglu(gate, up), mask=inside)
+@triton.jit
+def swiglu_kernel(src: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    """out[s, i] = silu(src[s, i]) * src[s, WIDTH + i], FP32 inside; one row a program."""
+    CHUNKS: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    row = tl.program_id(0).to(tl.int64)
+    src += row * (2 * WIDTH)
+    out += row * WIDTH
+    for i in tl.static_range(CHUNKS):
+        at = i * CHUNK + tl.arange(0, CHUNK)
+        if (i + 1) * CHUNK <= WIDTH:
+            tl.store(out + at, swiglu(tl.load(src + at), tl.load(src + WIDTH + at)))
+        else:
+            inside = at < WIDTH
+            gate = tl.load(src + at, mask=inside, other=0.0)
+            up = tl.load(src + WIDTH + at, mask=inside, other=0.0)
+            tl.store(out + at, swiglu(gate, up), mask=inside)

@@ -101,7 +101,7 @@ def quantize_rows_kernel(
             x = tl.load(src + at, mask=at < K, other=0.0)
             if SWIGLU:
                 x = swiglu(x, tl.load(src + K + at, mask=at < K, other=0.0))
-        row = row + (x,)  # noqa: RUF005 - Triton's tuples have no unpacking
+        row = row + (x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's have none
         peak = _larger(peak, tl.abs(x.to(tl.float32)))
     amax = tl.reduce(peak, 0, _larger)
     one_if_zero = tl.where(amax == 0, 1.0, amax)

@@ -21,7 +21,6 @@ Limits: Ampere or later for arithmetic, but the E4M3 cast of block scales needs 
 
 from __future__ import annotations
 
-
 import triton
 import triton.language as tl
 
@@ -77,11 +76,11 @@ def load_words(
     words = ()
     for part in tl.static_range(WORDS // 4):
         place = src + (first[:, None] + 4 * part + lane)
-        if EVEN:
+        if EVEN:  # noqa: SIM108 - Triton's own if, with a branch of each kind compiled
             four = tl.load(place)
         else:
             four = tl.load(place, mask=inside[:, None], other=0)
-        words = words + _split4(four, TILE)  # noqa: RUF005 - Triton's tuples have no unpacking
+        words = words + _split4(four, TILE)
     return words
 
 
@@ -195,7 +194,8 @@ def encode_block(
     limit = _FAST_HIGH32 if DTYPE == F32 else _FAST_HIGH16
     six = 6.0 * global_scale
     if (global_scale >= _FAST_LOW) & (global_scale <= limit):
-        ideal = _divide(peak, six, tl.div_rn(1.0, six), True)
+        # The least of both also where an overflow made the first NaN.
+        ideal = tl.minimum(_divide(peak, six, tl.div_rn(1.0, six), True), 1e38)
         scale, step = _block_scale(ideal, global_scale)
         reciprocal = tl.div_rn(1.0, step)
         if DTYPE == BF16:
@@ -286,7 +286,7 @@ def amax_kernel(
             both = word & _ABS16
             high = tl.maximum(high, both)
             low = tl.maximum(low, both << 16)
-    if DTYPE == F32:
+    if DTYPE == F32:  # noqa: SIM108
         peak = high
     else:
         peak = tl.maximum(high & 0x7FFF0000, low)
@@ -342,10 +342,10 @@ def dequantize_kernel(
 
 @triton.jit
 def _decode(
-    word: tl.tensor, I: tl.constexpr, factor: tl.tensor, global_scale: tl.tensor, OUT: tl.constexpr
-) -> tl.tensor:  # noqa: E741
+    word: tl.tensor, AT: tl.constexpr, factor: tl.tensor, global_scale: tl.tensor, OUT: tl.constexpr
+) -> tl.tensor:
     """fl((code * block scale) * global scale); a code's bits are an FP32 number times 2^-126."""
-    nibble = (word >> (4 * I)) & 15
+    nibble = (word >> (4 * AT)) & 15
     tiny = as_float(((nibble & 7) << 22) | ((nibble & 8) << 28))
     value = (tiny * 8.507059173023462e37) * factor * global_scale
     if OUT == BF16:

@@ -1,0 +1,37 @@
+"""Whether beamq's own GPU kernels can take a tensor, and if not, why.
+
+They need an NVIDIA GPU of compute capability 9.0 or later, Triton, and BF16. Everywhere else the
+plain torch path computes the same; nothing but speed and memory depends on the answer.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+
+LEAST_CAPABILITY = (9, 0)
+
+
+@lru_cache(maxsize=16)
+def refusal(device: torch.device) -> str | None:
+    """Why the Triton kernels don't run on `device`; None if they do."""
+    if device.type != "cuda":
+        return f"device {device} is no NVIDIA GPU"
+    if torch.version.hip is not None:
+        return "torch is built for AMD GPUs"
+    if find_spec("triton") is None:
+        return "Triton is not installed (pip install triton)"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
+        return f"compute capability {have}, needs {need}"
+    return None
+
+
+def serves(x: torch.Tensor) -> bool:
+    """True if `x` is contiguous BF16 on a device that runs the kernels."""
+    return (
+        x.is_cuda and x.dtype == torch.bfloat16 and x.is_contiguous() and refusal(x.device) is None
+    )
