@@ -44,6 +44,11 @@ _FORMAT_TEXTS = {
     "fp8": "FP8 weights (E4M3, one FP32 scale a row) and activations (scaled per token when"
     " served), compressed-tensors' layout",
 }
+_SCALES_TEXTS = {
+    "max": "from the largest value of each block (`max`)",
+    "sweep": "for each block the stored scale near that of its largest value which gives the least"
+    " squared error (`sweep`)",
+}
 COMPARISON_BEGIN = "<!-- beamq: comparison -->"
 COMPARISON_END = "<!-- beamq: end of comparison -->"
 _COMPARISON = re.compile(f"{COMPARISON_BEGIN}.*?{COMPARISON_END}", re.DOTALL)
@@ -137,6 +142,8 @@ def _parts_section(plan: Plan) -> str:
         "",
         _table(("part", "parameters", "share", "stored as"), rows),
     ]
+    if plan.recipe.format == "nvfp4":
+        lines += ["", f"Block scales: {_SCALES_TEXTS[plan.recipe.scales]}."]
     spared = sorted({unit for exclusion in plan.exclusions for unit in exclusion.units})
     for role in dict.fromkeys(role for _, role in spared):
         layers = ", ".join(str(layer) for layer, other in spared if other is role)

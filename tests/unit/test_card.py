@@ -118,6 +118,8 @@ def test_parts_and_sizes_are_the_plans(plan: Plan, beam_nano: Path) -> None:
     assert "| routers | 10,240 | 0.3% | FP32 |" in card
     assert f"{plan.quantized_parameters / plan.total_parameters:.1%} of the weights" in card
     assert f"| {plan.bits_per_weight:.2f} |" in card
+    assert f"(`{plan.recipe.scales}`)." in card
+    assert "(`max`)." in model_card(make_plan(beam_nano, "nvfp4-max"), Origin(), {})
     spared = make_plan(beam_nano, exclude=["model.layers.4.mlp.experts"])
     text = model_card(spared, Origin(), {})
     assert "| NVFP4 and BF16 |" in text
