@@ -21,6 +21,7 @@ from pathlib import Path
 
 from beamq.errors import DiskError, Interrupted
 from beamq.shards import disk_errors
+from beamq.sizes import show_bytes
 
 MAX_FOLDERS = 64
 LOCK_NAME = ".lock"
@@ -66,8 +67,8 @@ class DemandCache:
         """
         if self._sizes[file] > self._budget:
             raise DiskError(
-                f"{file} has {self._sizes[file] / 1e9:.2f} GB, more than the"
-                f" {self._budget / 1e9:.2f} GB that fetched shards may take; allow at least that"
+                f"{file} has {show_bytes(self._sizes[file])}, more than the"
+                f" {show_bytes(self._budget)} that fetched shards may take; allow at least that"
             )
         if self._take(file):
             self._bring(file)

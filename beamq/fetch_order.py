@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from beamq.errors import DiskError
+from beamq.sizes import show_bytes
 
 DEFAULT_CACHE_BYTES = 100_000_000_000
 
@@ -161,8 +162,8 @@ def check_budget(jobs: Sequence[Collection[str]], sizes: Mapping[str, int], budg
     nbytes, count = largest_job(jobs, sizes)
     if nbytes > budget:
         raise DiskError(
-            f"--cache-budget {budget / 1e9:.2f} GB is less than the {count} shards that one group"
-            f" of linears needs at once ({nbytes / 1e9:.2f} GB); allow at least that"
+            f"--cache-budget {show_bytes(budget)} is less than the {count} shards that one group of"
+            f" linears needs at once ({show_bytes(nbytes)}); allow at least that"
         )
 
 

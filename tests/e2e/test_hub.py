@@ -26,6 +26,7 @@ from beamq.eval.inspect import inspect_checkpoint
 from beamq.eval.verify import verify
 from beamq.fetch_order import largest_job, traffic_nbytes
 from beamq.plan import make_plan
+from beamq.sizes import show_bytes
 
 NANO = "reflection/beam-nano"
 SHARDS = 8
@@ -170,7 +171,7 @@ def test_scattered_partners_need_their_shards_together(hub: HubServer, tmp_path:
     assert count == 4
     output = tmp_path / "out"
     options = {**OPTIONS, "recipe": "nvfp4-all"}
-    with pytest.raises(DiskError, match=rf"less than the 4 shards .* \({need / 1e9:.2f} GB\)"):
+    with pytest.raises(DiskError, match=rf"less than the 4 shards .* \({show_bytes(need)}\)"):
         quantize("reflection/apart", output, cache_bytes=need - 1, **options)
     assert not output.exists()
     quantize("reflection/apart", output, cache_bytes=2 * need - 1, **options)
