@@ -17,7 +17,6 @@ from typing import Any
 
 from beamq.errors import RecipeError
 from beamq.eval.divergence import Divergence
-from beamq.eval.layer_error import LayerError
 from beamq.eval.streams import Findings
 from beamq.formats.layout import Unit
 from beamq.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
@@ -136,13 +135,15 @@ def _router(findings: Findings, bounds: Bounds) -> Breach | None:
         measure="router_overlap",
         text=f"layer {layer.layer}{more}: routers choose {found:.1%} of the same experts, at least"
         f" {limit:.1%} expected",
-        layer=_cause(findings.layers, layer.layer),
+        layer=_cause(findings, layer.layer),
     )
 
 
-def _cause(layers: tuple[LayerError, ...], router_layer: int) -> int:
-    """A router errs for what came before it: the worst layer up to its own."""
-    before = [layer for layer in layers if layer.layer < router_layer and layer.added > 0]
+def _cause(findings: Findings, router_layer: int) -> int:
+    """A router errs for what came before it (the worst layer up to its own), if it is sound."""
+    if any(name.startswith(f"model.layers.{router_layer}.mlp.gate.") for name in findings.changed):
+        return router_layer
+    before = [each for each in findings.layers if each.layer < router_layer and each.added > 0]
     return max(before, key=lambda layer: layer.added).layer if before else router_layer
 
 
