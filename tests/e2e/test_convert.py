@@ -386,3 +386,15 @@ def test_a_cut_source_is_found_before_work(nano_copy: Path, tmp_path: Path) -> N
     with pytest.raises(CheckpointError, match="100 bytes are missing"):
         convert(nano_copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_changes_codes_and_block_scales_only(beam_nano: Path, tmp_path: Path) -> None:
+    plain = tensors_of(convert(beam_nano, tmp_path / "max", "nvfp4-max"))
+    swept = tensors_of(convert(beam_nano, tmp_path / "sweep", "nvfp4"))
+    assert [*plain] == [*swept]
+    changed = {name for name in plain if plain[name] != swept[name]}
+    assert {name.rpartition(".")[2] for name in changed} == {"weight", "weight_scale"}
+    assert {name.rpartition(".")[0] for name in changed} == {
+        name.removesuffix(".weight_scale") for name in plain if name.endswith(".weight_scale")
+    }
+    assert all(plain[name][:2] == swept[name][:2] for name in plain)
