@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from beamq.card import card_with_comparison
@@ -51,11 +52,12 @@ def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
 
 
 def card_section(comparison: Comparison, candidate: Candidate) -> str:
-    """One candidate against the source, for a model card."""
+    """One candidate against the source, for a model card, which knows no other name for it."""
+    table = replace(tables.summary([candidate]), columns=("", "this checkpoint>"))
     return "\n\n".join(
         [
             candidate.verdict.headline,
-            markdown_table(tables.summary([candidate])),
+            markdown_table(table),
             tables.text_line(comparison),
             CAVEAT,
         ]
