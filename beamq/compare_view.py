@@ -12,7 +12,7 @@ from beamq.eval.comparison import Comparison
 from beamq.eval.tables import Table
 from beamq.eval.verdict import CAVEAT
 
-ABREAST = 3  # candidates that fit 80 columns side by side
+ABREAST = 2  # candidates that fit 80 columns side by side
 LAYERS, LINEARS = 5, 5
 ALL_LINEARS = 20
 NAME_WIDTH = 17
@@ -47,7 +47,7 @@ def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool
 def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
     candidates = comparison.candidates
     for start in range(0, len(candidates), ABREAST):
-        yield _grid(tables.summary(candidates[start : start + ABREAST]))
+        yield _grid(tables.summary(comparison.source, candidates[start : start + ABREAST]))
         yield ""
     for candidate in candidates:
         yield _grid(tables.damage(candidate, None if verbose else LAYERS))

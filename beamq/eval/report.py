@@ -53,7 +53,9 @@ def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
 
 def card_section(comparison: Comparison, candidate: Candidate) -> str:
     """One candidate against the source, for a model card, which knows no other name for it."""
-    table = replace(tables.summary([candidate]), columns=("", "this checkpoint>"))
+    table = replace(
+        tables.summary(comparison.source, [candidate]), columns=("", "source>", "this checkpoint>")
+    )
     return "\n\n".join(
         [
             candidate.verdict.headline,
@@ -77,7 +79,7 @@ def report_markdown(comparison: Comparison) -> str:
             *(f"Note: {_inline(note)}." for note in candidate.notes),
         ]
     parts += [CAVEAT, "## Accuracy"]
-    parts += _section([tables.summary(comparison.candidates)])
+    parts += _section([tables.summary(comparison.source, comparison.candidates)])
     parts += ["## Which layers hurt, and what would BF16 there cost?", DAMAGE_NOTE]
     parts += _section([tables.damage(each, SHOWN_LAYERS) for each in comparison.candidates])
     parts += ["## Linears with the largest error", LINEARS_NOTE]

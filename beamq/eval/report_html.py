@@ -42,7 +42,7 @@ def report_html(comparison: Comparison) -> str:
         text_notes=comparison.data["notes"],
         candidates=comparison.candidates,
         caveat=CAVEAT,
-        summary=tables.summary(comparison.candidates),
+        summary=tables.summary(comparison.source, comparison.candidates),
         charts=charts(comparison),
         damage_note=DAMAGE_NOTE,
         linears_note=LINEARS_NOTE,

@@ -36,36 +36,49 @@ def format_name(name: str) -> str:
     return FORMAT_NAMES.get(name, name)
 
 
-def summary(candidates: Sequence[Candidate]) -> Table:
-    """Accuracy, one column for each candidate, standard errors over tokens after ±."""
-    rows: list[tuple[str, Callable[[Candidate], str]]] = [
-        ("format", lambda c: format_name(c.member.format)),
-        ("Mean PPL(base)", lambda c: figure(c.divergence.ppl_base, "{:.3f}")),
-        ("Mean PPL(Q)", lambda c: figure(c.divergence.ppl, "{:.3f}")),
-        ("ln(PPL(Q)/PPL(base))", lambda c: signed(c.divergence.ln_ppl_ratio)),
-        ("Mean KLD", lambda c: figure(c.divergence.mean_kld, "{:.5f}")),
-        ("Median KLD", lambda c: figure(c.divergence.median_kld, "{:.5f}")),
-        ("90.0% KLD", lambda c: figure(c.divergence.kld_90)),
-        ("99.0% KLD", lambda c: figure(c.divergence.kld_99)),
-        ("99.9% KLD", lambda c: figure(c.divergence.kld_999)),
-        ("Maximum KLD", lambda c: figure(c.divergence.max_kld)),
-        ("Mean Δp", lambda c: percent_signed(c)),
-        ("RMS Δp", lambda c: figure(c.divergence.rms_delta_p, "{:.2%}")),
-        ("Same top p", lambda c: percent(c.divergence.same_top)),
-        ("Top 5 overlap", lambda c: percent(c.divergence.top5_overlap)),
-        ("Same experts, worst layer", lambda c: _worst_router(c, overlap=False)),
-        ("Expert overlap, worst layer", lambda c: _worst_router(c, overlap=True)),
-        ("Hidden error, last layer", lambda c: percent(c.layers[-1].relative)),
-        ("SQNR, last layer", lambda c: _db(c.layers[-1].sqnr_db)),
+def summary(source: Member, candidates: Sequence[Candidate]) -> Table:
+    """Accuracy and size: the source, then each candidate; standard errors over tokens after ±."""
+    rows: list[tuple[str, str, Callable[[Candidate], str]]] = [
+        ("format", format_name(source.format), lambda c: format_name(c.member.format)),
+        (
+            "Mean PPL",
+            figure(candidates[0].divergence.ppl_base, "{:.3f}"),
+            lambda c: figure(c.divergence.ppl, "{:.3f}"),
+        ),
+        ("ln(PPL(Q)/PPL(base))", "", lambda c: signed(c.divergence.ln_ppl_ratio)),
+        ("Mean KLD", "", lambda c: figure(c.divergence.mean_kld, "{:.5f}")),
+        ("Median KLD", "", lambda c: figure(c.divergence.median_kld, "{:.5f}")),
+        ("90.0% KLD", "", lambda c: figure(c.divergence.kld_90)),
+        ("99.0% KLD", "", lambda c: figure(c.divergence.kld_99)),
+        ("99.9% KLD", "", lambda c: figure(c.divergence.kld_999)),
+        ("Maximum KLD", "", lambda c: figure(c.divergence.max_kld)),
+        ("Mean Δp", "", _mean_change),
+        ("RMS Δp", "", lambda c: figure(c.divergence.rms_delta_p, "{:.2%}")),
+        ("Same top p", "", lambda c: percent(c.divergence.same_top)),
+        ("Top 5 overlap", "", lambda c: percent(c.divergence.top5_overlap)),
+        ("Same experts, worst layer", "", lambda c: _worst_router(c, overlap=False)),
+        ("Expert overlap, worst layer", "", lambda c: _worst_router(c, overlap=True)),
+        ("Hidden error, last layer", "", lambda c: percent(c.layers[-1].relative)),
+        ("SQNR, last layer", "", lambda c: _db(c.layers[-1].sqnr_db)),
+        ("on disk", show_bytes(source.footprint.disk), lambda c: _disk(c.member)),
+        ("bits a weight", _bits(source), lambda c: _bits(c.member)),
     ]
     return Table(
-        title="Accuracy against the source (KLD in nats a token, ± standard error over tokens)",
-        columns=("", *(f"{candidate.member.name}>" for candidate in candidates)),
-        rows=tuple((label, *(cell(c) for c in candidates)) for label, cell in rows),
+        title="Against the source (base): KLD in nats a token, ± standard error over tokens",
+        columns=("", f"{source.name}>", *(f"{each.member.name}>" for each in candidates)),
+        rows=tuple((label, base, *(cell(c) for c in candidates)) for label, base, cell in rows),
     )
 
 
-def percent_signed(candidate: Candidate) -> str:
+def _disk(member: Member) -> str:
+    return show_bytes(member.footprint.disk)
+
+
+def _bits(member: Member) -> str:
+    return f"{member.footprint.bits_per_weight:.2f}"
+
+
+def _mean_change(candidate: Candidate) -> str:
     """Mean change of the true token's probability, in percent."""
     found = candidate.divergence.mean_delta_p
     sign = "+" if found.value > 0 else ""
