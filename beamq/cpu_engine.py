@@ -6,16 +6,17 @@ read them) hands them over; one that knows no input scale yet writes it later.
 
 Data moves in pieces of about 1 MiB that stay in the core's cache between reading, the kernel and
 writing. FP8 rows need nothing else. NVFP4 needs the largest magnitude of the whole group before
-the first code, so the group's source bytes are held once, in a buffer from a bounded pool, and
-each source byte is read only once. Every call that takes time releases the interpreter lock, so
-plain threads fill the cores. torch is not imported: it would take as long as converting 5 GB.
+the first code: a group up to `HELD_BYTES` (an expert's gate and up) is held in a buffer from a
+bounded pool; a larger one (a dense MLP's) is read twice, the second time from the page cache,
+because touching fresh memory costs more than a second copy. Every call that takes time releases
+the interpreter lock, so plain threads fill the cores. torch is not imported: it would take as long
+as converting 5 GB.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
-
-import numpy as np
 
 from beamq.buffer_pool import BufferPool
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
@@ -28,6 +29,7 @@ from beamq.shards import ShardWriter
 from beamq.sinks import JobResult, TensorSink, f32_bytes, write_input_scale, write_whole
 
 PIECE_BYTES = 1 << 20
+HELD_BYTES = 64 << 20
 
 
 class CpuEngine:
@@ -82,19 +84,19 @@ class CpuEngine:
         total = member.source.nbytes
         return [(start, min(size, total - start)) for start in range(0, total, size)]
 
-    def _piece(self, member: Member, start: int, nbytes: int) -> memoryview:
+    def _piece(self, member: Member, start: int, nbytes: int, *, again: bool = False) -> memoryview:
         """Some of a member's source bytes; valid until the next piece."""
         held = self._held.get(id(member))
         if held is not None:
-            self._check(nbytes)
+            self._check(0 if again else nbytes)
             return held[start : start + nbytes]
         self._source = _grown(self._source, nbytes)
         view = memoryview(self._source)[:nbytes]
-        self._read(member, start, view)
+        self._read(member, start, view, again=again)
         return view
 
-    def _read(self, member: Member, start: int, out: memoryview) -> None:
-        self._check(out.nbytes)
+    def _read(self, member: Member, start: int, out: memoryview, *, again: bool = False) -> None:
+        self._check(0 if again else out.nbytes)
         source = member.source
         self._checkpoint.read_into(source.spec, out, source.start + start)
 
@@ -157,7 +159,7 @@ class CpuEngine:
         global_scale = 1.0
         if kind == "decode-nvfp4":
             raw = self._checkpoint.read(f"{module}.weight_scale_2")
-            global_scale = float(np.frombuffer(raw, np.float32)[0])
+            global_scale = struct.unpack("<f", raw)[0]
             if not 2.0**-126 <= global_scale <= 2.0**117:
                 raise TensorError(
                     f"{member.source.spec.file}: {module}.weight_scale_2 is {global_scale}, which"
@@ -188,8 +190,8 @@ class CpuEngine:
         sink.finish(result)
 
     def _nvfp4(self, job: Job, writer: ShardWriter, result: JobResult) -> None:
-        if self._held:
-            self._nvfp4_group(job, [self._held[id(m)] for m in job.members], writer, result)
+        if self._held or job.source_nbytes > HELD_BYTES:
+            self._nvfp4_group(job, [None] * len(job.members), writer, result)
             return
         buffer = self._pool.acquire(job.source_nbytes, self._stopped)
         try:
@@ -206,9 +208,13 @@ class CpuEngine:
             self._pool.release(buffer)
 
     def _nvfp4_group(
-        self, job: Job, views: Sequence[memoryview], writer: ShardWriter, result: JobResult
+        self,
+        job: Job,
+        views: Sequence[memoryview | None],
+        writer: ShardWriter,
+        result: JobResult,
     ) -> None:
-        """Quantize with one global scale; views that are not held are filled first."""
+        """Quantize with one global scale. Views are filled; members without one read in pieces."""
         amax = max(self._load(m, view) for m, view in zip(job.members, views, strict=True))
         if amax == 0.0:
             result.zero_groups.append(job.group)
@@ -216,15 +222,15 @@ class CpuEngine:
         for member, view in zip(job.members, views, strict=True):
             self._nvfp4_member(member, view, scale, writer, result)
 
-    def _load(self, member: Member, out: memoryview) -> float:
-        """Fill `out`, unless it is held; its largest magnitude, taken while pieces are in cache."""
+    def _load(self, member: Member, out: memoryview | None) -> float:
+        """Fill `out`, if given; the largest magnitude, taken while pieces are in cache."""
         item = ITEMSIZE[member.source.spec.dtype]
         amax = 0.0
-        for start in range(0, out.nbytes, PIECE_BYTES):
-            piece = out[start : start + PIECE_BYTES]
-            if self._held:
-                self._check(piece.nbytes)
+        for start, nbytes in self._pieces(member, item):
+            if out is None:
+                piece = self._piece(member, start, nbytes)
             else:
+                piece = out[start : start + nbytes]
                 self._read(member, start, piece)
             found = cpu.amax(piece, member.source.spec.dtype)
             _refuse_nonfinite(member, found.nonfinite, found.first_nonfinite, start // item)
@@ -234,7 +240,7 @@ class CpuEngine:
     def _nvfp4_member(
         self,
         member: Member,
-        data: memoryview,
+        data: memoryview | None,
         global_scale: float,
         writer: ShardWriter,
         result: JobResult,
@@ -249,12 +255,16 @@ class CpuEngine:
         self._scales = _grown(self._scales, n * k // 16)
         scale_view = memoryview(self._scales)[: n * k // 16]
         for row in range(0, n, rows_at_once):
-            if self._stopped():
-                raise Interrupted("stopped")
+            self._check(0)
             rows = min(rows_at_once, n - row)
+            begin, nbytes = row * row_bytes, rows * row_bytes
+            if data is None:
+                piece = self._piece(member, begin, nbytes, again=True)
+            else:
+                piece = data[begin : begin + nbytes]
             out = memoryview(self._codes)[: rows * k // 2]
             counts = cpu.nvfp4_quantize(
-                data[row * row_bytes : (row + rows) * row_bytes],
+                piece,
                 dtype,
                 k,
                 global_scale,

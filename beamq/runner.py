@@ -19,7 +19,7 @@ from beamq import output_folder
 from beamq.checkpoint import Checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM
 from beamq.config import read_json_object
-from beamq.cpu_engine import PIECE_BYTES
+from beamq.cpu_engine import HELD_BYTES, PIECE_BYTES
 from beamq.crew import Crew
 from beamq.errors import CheckpointError, Interrupted, MemoryBudgetError, ResumeError
 from beamq.fetch_order import DEFAULT_CACHE_BYTES, check_budget
@@ -78,13 +78,13 @@ def default_workers() -> int:
 
 def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
     """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
-    largest = work.largest_group_nbytes
+    largest = min(work.largest_group_nbytes, HELD_BYTES)
     return max(min(workers * largest, budget), largest) + workers * 4 * PIECE_BYTES
 
 
 def check_memory(work: Work, budget: int) -> None:
     """Raise `MemoryBudgetError` if one scale group does not fit the budget."""
-    largest = work.largest_group_nbytes
+    largest = min(work.largest_group_nbytes, HELD_BYTES)
     if largest > budget:
         raise MemoryBudgetError(
             f"--max-host-memory {budget / 1e9:.2f} GB is less than the largest group of linears"

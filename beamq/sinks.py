@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from beamq.checksum import Checksum, new_checksum
 from beamq.plan import Member
@@ -60,4 +59,4 @@ def write_whole(
 
 
 def f32_bytes(value: float) -> memoryview:
-    return memoryview(np.float32(value).tobytes())
+    return memoryview(struct.pack("<f", value))

@@ -1,15 +1,12 @@
 /* Quantizing and decoding: NVFP4 in tiles of blocks, FP8 row by row. See _core.h for the idea.
  *
- * A tile is 64 blocks of 16 values. Per-block numbers are spread over the tile's elements before
- * the element loop, so that this loop is flat and fills whole vectors. The last, partial tile runs
- * on a zero-padded copy.
+ * A tile is 64 blocks of 16 values, so that loops over blocks and over elements fill whole vectors.
+ * The last, partial tile runs on a zero-padded copy.
  */
 #ifndef BEAMQ_QUANTIZE_H
 #define BEAMQ_QUANTIZE_H
 
-#include "_core.h"
-
-enum { BLOCK = 16, TILE_BLOCKS = 64, TILE = BLOCK * TILE_BLOCKS, TILE_BYTES = TILE / 2 };
+#include "_encode.h"
 
 /* ---- NVFP4 --------------------------------------------------------------------------------- */
 
@@ -51,25 +48,6 @@ INLINE void tile_amax(const void *src, float *amax, int dtype) {
     pair_max16(c, d, TILE / 8);
     pair_max16(d, e, TILE_BLOCKS);
     for (int i = 0; i < TILE_BLOCKS; i++) amax[i] = native_to_float((u32)(u16)e[i], dtype);
-}
-
-INLINE void spread(const float *per_block, float *per_element) {
-    for (int b = 0; b < TILE_BLOCKS; b++)
-        for (int j = 0; j < BLOCK; j++) per_element[b * BLOCK + j] = per_block[b];
-}
-
-/* Codes of a tile for given steps (block scale * global scale), two to a byte. */
-INLINE void nvfp4_encode_tile(const void *src, int dtype, const float *step, u8 *codes) {
-    float steps[TILE];
-    u8 nibbles[TILE];
-    spread(step, steps);
-    for (int i = 0; i < TILE; i++) {
-        u32 bits = load_bits(src, (size_t)i, dtype);
-        float q = as_float(bits & ABS_MASK) / steps[i];
-        u32 sign = q > 0.0f ? bits >> 28 & 8u : 0u; /* what divides to zero becomes +0 */
-        nibbles[i] = (u8)(e2m1_code(q) | sign);
-    }
-    for (int i = 0; i < TILE_BYTES; i++) codes[i] = (u8)(nibbles[2 * i] | nibbles[2 * i + 1] << 4);
 }
 
 /* Block scales of a tile by the `max` rule. */
@@ -170,13 +148,6 @@ typedef struct {
     int64_t first_nonfinite;
     int64_t zero_rows;
 } fp8_counts;
-
-INLINE void fp8_encode(const void *src, size_t n, int dtype, float scale, u8 *codes) {
-    for (size_t i = 0; i < n; i++) {
-        u32 bits = load_bits(src, i, dtype);
-        codes[i] = (u8)(e4m3_code(as_float(bits & ABS_MASK) / scale) | (bits >> 24 & 0x80u));
-    }
-}
 
 INLINE fp8_counts fp8_quantize_body(const void *src, size_t rows, size_t k, int dtype, u8 *codes,
                                     u32_any *scales) {
