@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import safetensors_edit as st
 
-from beamq.checkpoint import ITEMSIZE, open_checkpoint
+from beamq.checkpoint import open_checkpoint
 from beamq.errors import AlreadyQuantizedError, RecipeError, TensorError
+from beamq.header import ITEMSIZE
 from beamq.plan import Plan, make_plan
 from beamq.recipe import BUILT_IN, load_recipe
 from beamq.roles import Role
