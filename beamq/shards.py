@@ -64,7 +64,7 @@ def _remedy(number: int | None, path: Path) -> str:
         return f"{full}; free space, then run again with --resume"
     if number == errno.EFBIG:
         return (
-            "file-size limit reached (ulimit -f, or the file system's); use a smaller"
+            "file-size limit reached (ulimit -f, or the file system's); raise it, or use a smaller"
             " --max-shard-size"
         )
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
