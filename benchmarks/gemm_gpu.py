@@ -28,15 +28,21 @@ EXPERTS = (("gate_up", 5120, 5120), ("down", 5120, 2560))
 CUDA = torch.device("cuda")
 
 
-def report(rows: list[dict[str, Any]], names: dict[str, Any], flop: float, calls: Any) -> None:
-    """Time each call; the first is BF16, to which the others are compared."""
-    base = None
+def report(
+    rows: list[dict[str, Any]],
+    names: dict[str, Any],
+    flop: float,
+    calls: Any,
+    base: float | None = None,
+) -> float:
+    """Time each call and compare with `base` ms, or with the first one, whose time is returned."""
     for label, call in calls.items():
         ms = median_ms(call)
         base = ms if base is None else base
         rows.append({**names, "gemm": label, "ms": ms, "tflops": flop / ms / 1e9, "x": base / ms})
         what = " ".join(str(v) for v in names.values())
         print(f"{what:28} {label:22} {ms:7.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s {base / ms:5.2f}x")
+    return base or 0.0
 
 
 def fp8_dense(name: str, x: Any, w: Fp8Weight, fast: bool) -> Callable[[], torch.Tensor]:
@@ -78,8 +84,7 @@ def experts(rows: list[dict[str, Any]], errors: list[dict[str, Any]], tokens: in
         calls: dict[str, Callable[[], torch.Tensor]] = {}
         for name in ("cutlass", "triton"):
             calls[f"bf16 {name}"] = grouped(name, x_SK, plain, offsets, False)
-        report(rows, names, flop, calls)
-        base = rows[-2]["ms"]
+        base = report(rows, names, flop, calls)
         del plain, calls
         torch.cuda.empty_cache()
         eight, x8 = random_weight((256, n, k), "fp8", CUDA), fp8_rows(x_SK)
@@ -88,10 +93,7 @@ def experts(rows: list[dict[str, Any]], errors: list[dict[str, Any]], tokens: in
             for name in ("cutlass", "triton")
             for fast in (False, True)
         }
-        first = len(rows)
-        report(rows, names, flop, eights)
-        for row in rows[first:]:
-            row["x"] = base / row["ms"]
+        report(rows, names, flop, eights, base)
         for name, call in eights.items():
             errors.append({**names, "gemm": name, "error": fp64_error(call(), x8, eight, offsets)})
             print(f"   {name}: error against FP64 {errors[-1]['error']:.2e}")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-STEP_SECONDS = 200
+STEP_SECONDS = 240
 ROOT = Path(__file__).resolve().parent.parent
 DOCTOR = (
     "import json, sys; from beamq.model.gemm_probe import probe;"

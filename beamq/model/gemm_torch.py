@@ -192,7 +192,10 @@ class CublasLt(_Torch):
         for expert in range(len(offsets) - 1):
             low, high = offsets[expert], offsets[expert + 1]
             if low < high:
-                out[low:high] = self._fp8(x.part(low, high), weight.expert(expert), fast)
+                # cuBLASLt wants scales to start at a multiple of 16 bytes.
+                part = x.part(low, high)
+                part = Fp8Rows(codes=part.codes, scale=part.scale.clone())
+                out[low:high] = self._fp8(part, weight.expert(expert), fast)
         return out
 
     def _fp8(self, x: Fp8Rows, w: Fp8Weight, fast: bool) -> torch.Tensor:

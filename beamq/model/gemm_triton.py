@@ -108,28 +108,42 @@ class Triton:
         swiglu: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Weights are decoded a few experts at a time; both global scales come after the sum."""
+        """Weights are decoded a few experts at a time, those with rows only; both global scales
+        come after the sum."""
         from beamq.formats.kernels import gpu
         from beamq.model.gpu_grouped import grouped_gemm
 
-        experts, n, half = weight.codes.shape
+        _, n, half = weight.codes.shape
         if out is None:
             out = operand_SK.new_empty(offsets[-1], n // 2 if swiglu else n)
         one = torch.ones((), device=operand_SK.device)
+        input_scale = static_scale(weight.input_scale)
+        busy = [e for e in range(len(offsets) - 1) if offsets[e + 1] > offsets[e]]
         step = max(1, DECODE_BYTES // (n * half * 4))
-        for first in range(0, experts, step):
-            last = min(experts, first + step)
-            low, high = offsets[first], offsets[last]
-            if low == high:
-                continue
-            codes, scales = weight.codes[first:last], weight.block_scale[first:last]
-            q = QuantizedTensor(codes=codes, block_scale=scales, global_scale=one)
+        for start in range(0, len(busy), step):
+            some = busy[start : start + step]
+            low, high = offsets[some[0]], offsets[some[-1] + 1]
+            codes, scales, factor = (
+                _experts(t, some)
+                for t in (weight.codes, weight.block_scale.view(torch.uint8), weight.global_scale)
+            )
+            q = QuantizedTensor(
+                codes=codes, block_scale=scales.view(torch.float8_e4m3fn), global_scale=one
+            )
             grouped_gemm(
                 operand_SK[low:high],
                 gpu.nvfp4_dequantize(q),
-                [end - low for end in offsets[first : last + 1]],
-                column_scale=weight.global_scale[first:last] * static_scale(weight.input_scale),
+                [*(offsets[e] - low for e in some), high - low],
+                column_scale=factor * input_scale,
                 swiglu=swiglu,
                 out=out[low:high],
             )
         return out
+
+
+def _experts(stack: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+    """Some experts in ascending order; a view where they are neighbours."""
+    first, last = chosen[0], chosen[-1]
+    if last - first + 1 == len(chosen):
+        return stack[first : last + 1]
+    return stack.index_select(0, torch.tensor(chosen).to(stack.device))

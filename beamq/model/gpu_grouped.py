@@ -23,13 +23,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from beamq.formats.kernels.gpu_fp8 import swiglu
+
+FEW_ROWS = 40
+"""Up to so many rows an expert, small tiles read the weights faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +135,8 @@ def grouped_gemm(
     if not offsets[-1]:
         return out
     if shape is None:
-        shape = tile_shape(a_SK.dtype, offsets, swiglu)
-    tiles = _tile_table(offsets, shape.rows).to(a_SK.device, non_blocking=True)
+        shape = tile_shape(a_SK.dtype, offsets)
+    tiles = _tile_table(tuple(offsets), shape.rows, a_SK.device)
     multiprocessors = torch.cuda.get_device_properties(a_SK.device).multi_processor_count
     imprecise = None if fast or a_SK.dtype == torch.bfloat16 else min(128, shape.depth)
     columns = shape.columns // 2 if swiglu else shape.columns
@@ -160,23 +165,25 @@ def grouped_gemm(
     return out
 
 
-def tile_shape(dtype: torch.dtype, offsets: Sequence[int], swiglu: bool) -> TileShape:
+def tile_shape(dtype: torch.dtype, offsets: Sequence[int]) -> TileShape:
     """The shape that was fastest on an H200 for this many rows an expert."""
     busy = sum(1 for e in range(len(offsets) - 1) if offsets[e + 1] > offsets[e])
     depth = 64 if dtype == torch.bfloat16 else 128
-    if offsets[-1] <= 64 * busy:
+    if offsets[-1] <= FEW_ROWS * busy:
         return TileShape(rows=64, columns=128, depth=depth, stages=5, warps=4)
     return TileShape(rows=128, columns=256, depth=depth, stages=3, warps=8)
 
 
-def _tile_table(offsets: Sequence[int], rows: int) -> torch.Tensor:
-    """int32 [tiles, 3] on the host: expert, first row, end of the expert's rows."""
-    table = [
-        (expert, first, offsets[expert + 1])
-        for expert in range(len(offsets) - 1)
-        for first in range(offsets[expert], offsets[expert + 1], rows)
-    ]
-    return torch.tensor(table, dtype=torch.int32)
+@lru_cache(maxsize=16)
+def _tile_table(offsets: tuple[int, ...], rows: int, device: torch.device) -> torch.Tensor:
+    """int32 [tiles, 3]: expert, first row, end of its rows. Both projections ask for it."""
+    ends = np.asarray(offsets, dtype=np.int64)
+    starts, ends = ends[:-1], ends[1:]
+    counts = (ends - starts + rows - 1) // rows
+    expert = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(expert)) - np.repeat(np.cumsum(counts) - counts, counts)
+    table = np.stack((expert, starts[expert] + within * rows, ends[expert]), axis=1)
+    return torch.from_numpy(table.astype(np.int32)).to(device)
 
 
 def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:

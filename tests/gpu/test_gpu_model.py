@@ -135,7 +135,8 @@ def test_close_and_sum_round_where_the_plain_path_does(cuda: torch.device) -> No
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])
 @pytest.mark.parametrize(("kind", "mlp"), [("sliding", "sparse"), ("full", "dense")])
 def test_layer_equals_the_cpu(cuda: torch.device, fmt: str, kind: str, mlp: str) -> None:
-    """The change a layer makes to the stream agrees to BF16 rounding, with either GEMM."""
+    """The change a layer makes to the stream agrees with either GEMM: to BF16 rounding, or, where
+    activations are quantized, to the steps that a different rounding in front of it can cause."""
     weights = random_layer(SMALL, kind, mlp, fmt, CPU)
     # Each token goes to all experts, or a near tie could choose others.
     config = replace(SMALL, n_group=1, topk_group=1, top_k=16)
@@ -152,7 +153,8 @@ def test_layer_equals_the_cpu(cuda: torch.device, fmt: str, kind: str, mlp: str)
             h.to(cuda), on_gpu(weights, cuda), config, layout, device_table, gemm=gemm_backend(name)
         )
         error = float((got.cpu().double() - wanted.double()).norm() / change.norm())
-        assert error < 2e-2, f"{name}: {error:.1e}"
+        bound = {"bf16": 2e-2, "fp8": 6e-2, "nvfp4": 8e-2}[fmt]
+        assert error < bound, f"{name}: {error:.1e}"
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8", "nvfp4"])

@@ -29,6 +29,7 @@ from beamq.formats.swizzle import round_up
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WARP = 32
 _AMAX_TILE, _AMAX_STEPS = 2048, 8
+_BLOCKS = 256  # of a program, one a thread
 
 
 def amax(w: torch.Tensor) -> torch.Tensor:
@@ -81,8 +82,7 @@ def nvfp4_quantize(
         counts = torch.zeros(4, dtype=torch.int32, device=w.device)
     blocks = n * k // NVFP4_BLOCK
     if stack.numel():
-        tile = 256  # with as many threads: a block each
-        gpu_nvfp4.quantize_kernel[(triton.cdiv(blocks, tile), stack.shape[0])](
+        gpu_nvfp4.quantize_kernel[(triton.cdiv(blocks, _BLOCKS), stack.shape[0])](
             _words(stack),
             _words(out.codes),
             out.block_scale.view(torch.int8),
@@ -90,9 +90,9 @@ def nvfp4_quantize(
             counts,
             blocks,
             DTYPE=_DTYPES[w.dtype],
-            TILE=tile,
-            EVEN=blocks % tile == 0,
-            num_warps=tile // _WARP,
+            TILE=_BLOCKS,
+            EVEN=blocks % _BLOCKS == 0,
+            num_warps=_BLOCKS // _WARP,
         )
     return out
 
