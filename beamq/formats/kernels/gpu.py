@@ -21,7 +21,7 @@ import torch
 import triton
 
 from beamq.formats import swizzle
-from beamq.formats.kernels import gpu_activations, gpu_fp8, gpu_nvfp4
+from beamq.formats.kernels import gpu_activations, gpu_fp8, gpu_nvfp4, gpu_nvfp4_decode
 from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.formats.nvfp4 import QuantizedTensor
 from beamq.formats.swizzle import round_up
@@ -107,7 +107,7 @@ def nvfp4_dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) ->
     words = n * half // 4
     if out.numel():
         tile = 256
-        gpu_nvfp4.dequantize_kernel[(triton.cdiv(words, tile), tensors)](
+        gpu_nvfp4_decode.dequantize_kernel[(triton.cdiv(words, tile), tensors)](
             _words(q.codes),
             q.block_scale.view(torch.int8),
             q.global_scale.to(torch.float32).reshape(-1).expand(tensors).contiguous(),

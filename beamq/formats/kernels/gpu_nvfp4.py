@@ -1,7 +1,7 @@
 """NVFP4 on NVIDIA GPUs: Triton code that gives the bytes of formats/nvfp4.py.
 
 In:  the words (int32) of contiguous rows in BF16, F16 or FP32, and a global scale on the device.
-Out: codes, block scales, counts; or, the other way round, values.
+Out: codes, block scales and counts.
 
 The one idea: a thread owns a block of 16 values, so nothing is exchanged between threads, and
 every step is the cheapest that is still exact. A plain kernel is bound by arithmetic, not memory:
@@ -294,61 +294,3 @@ def amax_kernel(
     if DTYPE == F16:
         best = half_to_float(best >> 16).to(tl.int32, bitcast=True)
     tl.atomic_max(peaks + tensor, best, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["words"])
-def dequantize_kernel(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    global_scales: tl.tensor,
-    out: tl.tensor,
-    words: tl.tensor,
-    OUT: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """A thread decodes a word of eight codes; grid (tiles, tensors)."""
-    tensor = tl.program_id(1).to(tl.int64)
-    codes += tensor * words
-    scales += tensor * (words // 2)
-    out += tensor * words * 8
-    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = at < words
-    word = tl.load(codes + at, mask=inside, other=0)
-    block = tl.load(scales + at // 2, mask=inside, other=0).to(tl.float8e4nv, bitcast=True)
-    factor = block.to(tl.float32)
-    global_scale = tl.load(global_scales + tensor)
-    v0, v4 = (
-        _decode(word, 0, factor, global_scale, OUT),
-        _decode(word, 4, factor, global_scale, OUT),
-    )
-    v1, v5 = (
-        _decode(word, 1, factor, global_scale, OUT),
-        _decode(word, 5, factor, global_scale, OUT),
-    )
-    v2, v6 = (
-        _decode(word, 2, factor, global_scale, OUT),
-        _decode(word, 6, factor, global_scale, OUT),
-    )
-    v3, v7 = (
-        _decode(word, 3, factor, global_scale, OUT),
-        _decode(word, 7, factor, global_scale, OUT),
-    )
-    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    eight = tl.reshape(tl.join(even, odd), (TILE, 8))
-    place = out + (at[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :])
-    tl.store(place, eight, mask=inside[:, None])
-
-
-@triton.jit
-def _decode(
-    word: tl.tensor, AT: tl.constexpr, factor: tl.tensor, global_scale: tl.tensor, OUT: tl.constexpr
-) -> tl.tensor:
-    """fl((code * block scale) * global scale); a code's bits are an FP32 number times 2^-126."""
-    nibble = (word >> (4 * AT)) & 15
-    tiny = as_float(((nibble & 7) << 22) | ((nibble & 8) << 28))
-    value = (tiny * 8.507059173023462e37) * factor * global_scale
-    if OUT == BF16:
-        return value.to(tl.bfloat16)
-    else:
-        return value
