@@ -1,7 +1,7 @@
 """NVFP4 back to values on NVIDIA GPUs: Triton code that gives what formats/nvfp4.py gives.
 
-In:  words of eight codes, E4M3 block scales, a global scale on the device. Out: BF16 or FP32 values,
-     fl((code * block scale) * global scale), the product in parentheses exact.
+In:  words of eight codes, E4M3 block scales, a global scale on the device.
+Out: BF16 or FP32 values, fl((code * block scale) * global scale), the product in parentheses exact.
 
 The one idea: a thread decodes one word, so that its eight values are one 16-byte store. A code's
 three magnitude bits, put at the top of a mantissa and the bottom of an exponent, are an FP32 number
