@@ -34,7 +34,10 @@ class Ranks:
     def meet(self, error: BaseException | None = None) -> None:
         """Wait for all ranks; raise if this or any other rank brings an error."""
         if self.world > 1 and not self.broken:
-            reports = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+            try:
+                reports = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+            except EnvironmentFault as lost:
+                raise error or lost from None
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
             if error is None and failed:
                 raise EnvironmentFault(f"another rank failed ({failed[0][:300]})")
@@ -72,14 +75,24 @@ class Ranks:
             raise
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, in order of rank, at every rank. Items are pickled between ranks."""
+        """Every rank's item, in order of rank, at every rank. Items are pickled between ranks.
+
+        Raises `EnvironmentFault` where another rank is gone.
+        """
         if self.world == 1:
             return [item]
-        self.join()
-        import torch.distributed as dist
-
         gathered: list[Any] = [None] * self.world
-        dist.all_gather_object(gathered, item)
+        try:
+            self.join()
+            import torch.distributed as dist
+
+            dist.all_gather_object(gathered, item)
+        except RuntimeError as fault:
+            self.broken = True
+            raise EnvironmentFault(
+                f"another rank was lost ({' '.join(str(fault).split())[:160]}); start all ranks"
+                " again with --resume"
+            ) from fault
         return gathered
 
     def join(self) -> None:

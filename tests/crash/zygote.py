@@ -37,6 +37,7 @@ class Traps:
         self._action = order.get("action", "none")
         self._errno = order.get("errno", 0)
         self._lasting = order.get("lasting", False)
+        self._match = order.get("match", "")  # only calls on paths that hold this text count
         self._trace = order.get("trace")
         self._seen = 0
         self._full = False
@@ -57,7 +58,7 @@ class Traps:
                     result = genuine(*args, **options)
                     self._note(name, args)
                 return result
-            if name not in self._kinds:
+            if name not in self._kinds or self._match not in _path(name, args):
                 return genuine(*args, **options)
             with self._lock:
                 self._seen += 1
@@ -92,10 +93,7 @@ class Traps:
     def _note(self, name: str, args: Any) -> None:
         root = self._trace
         event: dict[str, Any] = {"step": name, "tree": _tree(root)}
-        if name in ("ftruncate", "pwrite", "fsync"):
-            event["path"] = os.readlink(f"/proc/self/fd/{args[0]}")
-        else:
-            event["path"] = os.path.abspath(os.fspath(args[0]))
+        event["path"] = _path(name, args)
         if name == "replace":
             event["to"] = os.path.abspath(os.fspath(args[1]))
         if name == "fsync" and os.path.isfile(event["path"]):
@@ -103,6 +101,12 @@ class Traps:
                 event["content"] = base64.b64encode(stream.read()).decode()
         if name != "pwrite":
             self.events.append(event)
+
+
+def _path(name: str, args: Any) -> str:
+    if name in ("ftruncate", "pwrite", "fsync", "preadv"):
+        return os.readlink(f"/proc/self/fd/{args[0]}")
+    return os.path.abspath(os.fspath(args[0]))
 
 
 def _tree(root: str) -> list[tuple[str, int, bool, int]]:
