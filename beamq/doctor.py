@@ -39,7 +39,8 @@ def doctor_data() -> dict[str, Any]:
 
     command, beamq, python, platform; cpu {cores, usable, workers}; memory {total_bytes,
     available_bytes}; kernels {cpu: "c", "torch" or null, fault}; packages {name: version or null};
-    gpus [{name, bytes, capability, fp8, fp4}], gpu_note; disks [{folder, free_bytes}]; hints.
+    gpus [{name, bytes, capability, fp8, fp4}], gpu_note; gemm (as `beamq.model.gemm_probe.probe`,
+    null without torch); disks [{folder, free_bytes}]; hints.
     """
     packages = {name: _version(name) for name, _ in PACKAGES}
     backend, fault = _cpu_kernels()
@@ -55,6 +56,7 @@ def doctor_data() -> dict[str, Any]:
         "packages": packages,
         "gpus": gpus,
         "gpu_note": gpu_note,
+        "gemm": _gemm(),
         "disks": _disks(),
     }
     data["hints"] = _hints(data)
@@ -91,6 +93,7 @@ def doctor_blocks(data: dict[str, Any]) -> list[Block]:
         "",
         Grid(columns=("package", "version", "for"), rows=packages),
         "",
+        *_gemm_blocks(data["gemm"]),
     ]
     blocks += [f"Hint: {hint}." for hint in data["hints"]] or ["Nothing is missing."]
     return blocks
@@ -156,6 +159,41 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
     ]
     built = getattr(torch.version, "cuda", None)
     return gpus, f"none (torch built for {f'CUDA {built}' if built else 'CPU only'})"
+
+
+def _gemm() -> dict[str, Any] | None:
+    """Which GEMM each op of the forward pass would run on, checked now if it never was."""
+    if util.find_spec("torch") is None:
+        return None
+    from beamq.model.gemm_probe import probe  # imports torch
+
+    return probe()
+
+
+def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
+    """A table for each kind of device; devices that are alike share one."""
+    if gemm is None:
+        return []
+    blocks: list[Block] = []
+    told: set[str] = set()
+    for device in gemm["devices"]:
+        if device["name"] in told:
+            continue
+        told.add(device["name"])
+        rows = tuple(
+            (
+                op["op"] if number == 0 else "",
+                entry["backend"] + (" *" if entry["backend"] == op["choice"] else ""),
+                "" if entry["ms"] is None else f"{entry['ms']:.2f}",
+                "" if entry["error"] is None else f"{entry['error']:.1e}",
+                "usable" if entry["usable"] else entry["reason"],
+            )
+            for op in device["ops"]
+            for number, entry in enumerate(op["backends"])
+        )
+        columns = ("GEMM", "back end", "ms", "error", "")
+        blocks += [f"On {device['name']} (* is what runs)", Grid(columns=columns, rows=rows), ""]
+    return [*blocks, f"{gemm['note']}.", ""]
 
 
 def _disks() -> list[dict[str, Any]]:
