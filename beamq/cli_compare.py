@@ -48,11 +48,13 @@ def compare(
     ] = None,
     device: Device = "auto",
     gemm: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--gemm", help="How to multiply. weights-only leaves activations unquantized."
+            "--gemm",
+            help="How to multiply: reference, auto, ... (weights-only: activations unquantized).",
+            show_default="auto; reference on a CPU",
         ),
-    ] = "reference",
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,

@@ -6,8 +6,9 @@ The default text is the half of the standard library's sources that default cali
 use; that a candidate was not calibrated on what it is judged by is checked by digest where
 beamq.json tells what it was calibrated on.
 
-Defaults by device: 64 rows of 2,048 tokens in BF16 on a GPU, as served; 16 of 512 in FP32 on a
-CPU, where rounding of activations would otherwise be part of both sides of every difference.
+Defaults by device: 64 rows of 2,048 tokens in BF16 on a GPU with its own FP8 and FP4 GEMMs, as
+served; 16 of 512 in FP32 on a CPU by the exact emulation, where no rounding of activations is part
+of any difference.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
-from beamq.calib.default_text import default_text
 from beamq.calib.options import DTYPES
 from beamq.checkpoint import MAX_INDEX_BYTES, Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
 from beamq.errors import CheckpointError, UsageError
 from beamq.eval.bounds import limits_for
 from beamq.eval.comparison import Candidate, Comparison, Member, damage_of
+from beamq.eval.evaluation_text import Text, given_text, overlap_notes, read_text
 from beamq.eval.folder import MANIFEST_NAME
 from beamq.eval.footprint import Footprint, footprint, newly_fitting, stored_units
 from beamq.eval.inspect import Inspection, inspect_checkpoint
@@ -43,16 +43,7 @@ from beamq.version import __version__
 
 DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
-DEFAULT_KIND = "standard library"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """Rows of token ids [S, T], their record, and where they came from if not from the caller."""
-
-    ids_BT: NDArray[np.int64]
-    record: dict[str, Any]
-    notes: tuple[str, ...] = ()
+DEFAULT_GEMM = {"cuda": "auto", "cpu": "reference"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,29 +68,31 @@ def compare(
     input_ids: NDArray[np.int64] | None = None,
     dtype: str | None = None,
     device: str = "auto",
-    gemm: str = "reference",
+    gemm: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
     `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
     place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
-    `gemm` the back end of the candidates. `progress` is called with bytes of weights done and in
-    all. Raises `UsageError` for options that do not fit, `ConfigError` for a candidate that is
-    another model, `CalibrationError` for data, and what reading checkpoints raises.
+    `gemm` the back end (see `model.linear.gemm_backend`). `progress` is called with bytes of
+    weights done and in all. Raises `UsageError` for options that do not fit, `ConfigError` for a
+    candidate that is another model, `CalibrationError` for data, and what reading checkpoints
+    raises.
     """
     begun = time.monotonic()
     if not checkpoints:
         raise UsageError("no checkpoint to compare with the source; name at least one")
     where = usable_device(_device_name(device))
-    options = StreamOptions(dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(gemm))
+    multiply = gemm or DEFAULT_GEMM.get(where.type, "reference")
+    options = StreamOptions(dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(multiply))
     with ExitStack() as stack:
         base, *others = _open_all([source, *checkpoints], stack)
         if input_ids is None:
             size = _size(base.checkpoint, where, samples, sequence_length)
-            text = _read(base.checkpoint, data, size, seed)
+            text = read_text(base.checkpoint, data, size, seed)
         else:
-            text = _given(input_ids)
+            text = given_text(input_ids)
         found = run_side_by_side(
             base.checkpoint,
             [other.checkpoint for other in others],
@@ -120,7 +113,7 @@ def compare(
             "torch": torch.__version__,
             "dtype": str(options.dtype).removeprefix("torch."),
             "device": _device_label(where),
-            "gemm": gemm,
+            "gemm": multiply,
         },
         seconds=time.monotonic() - begun,
     )
@@ -155,41 +148,6 @@ def _size(
             f" ({longest:,})"
         )
     return samples or rows, length or min(tokens, longest)
-
-
-def _read(checkpoint: Checkpoint, data: Sequence[str], size: tuple[int, int], seed: int) -> Text:
-    samples, length = size
-    if length < 2:
-        raise UsageError(f"sequence length is {length}, expected at least 2 to predict a token")
-    read = load_calibration_data(
-        data,
-        checkpoint.root,
-        samples=samples,
-        sequence_length=length,
-        seed=seed,
-        split="evaluation",
-    )
-    return Text(ids_BT=read.input_ids, record=_record(read), notes=read.notes)
-
-
-def _record(read: CalibrationData) -> dict[str, Any]:
-    sources = [source.name for source in read.sources]
-    return {"description": ", ".join(sources), **read.to_dict()}
-
-
-def _given(input_ids: NDArray[np.int64]) -> Text:
-    ids_BT = np.ascontiguousarray(input_ids, dtype=np.int64)
-    if ids_BT.ndim != 2 or min(ids_BT.shape) < 1 or ids_BT.shape[1] < 2:
-        raise UsageError(f"input_ids has shape {list(ids_BT.shape)}, expected [S, T] with T > 1")
-    record = {
-        "description": "token ids given by the caller",
-        "digest": ids_digest(list(ids_BT)),
-        "samples": ids_BT.shape[0],
-        "sequence_length": ids_BT.shape[1],
-        "tokens": ids_BT.size,
-        "sources": [],
-    }
-    return Text(ids_BT=ids_BT, record=record)
 
 
 # --- the models -----------------------------------------------------------------------------
@@ -277,23 +235,3 @@ def _tokenizer(checkpoint: Checkpoint) -> bytes | None:
     if not checkpoint.source.has("tokenizer.json"):
         return None
     return checkpoint.source.path("tokenizer.json").read_bytes()
-
-
-def overlap_notes(manifest: Mapping[str, Any] | None, record: Mapping[str, Any]) -> list[str]:
-    """Whether a candidate was calibrated on the text it is judged by, by digests."""
-    scales = (manifest or {}).get("input_scales")
-    calibrated = scales.get("data") if isinstance(scales, Mapping) else None
-    if not isinstance(calibrated, Sequence) or not calibrated:
-        return []
-    entries = [entry for entry in calibrated if isinstance(entry, Mapping)]
-    ours = {source["digest"] for source in record["sources"]}
-    theirs = {source.get("digest") for entry in entries for source in entry.get("sources", ())}
-    if record["digest"] in {entry.get("digest") for entry in entries} or ours & theirs:
-        return ["it was calibrated on this very text, which flatters its figures; use other data"]
-    kinds = {source.get("kind") for entry in entries for source in entry.get("sources", ())}
-    default = {source.get("kind") for source in record["sources"]} == {DEFAULT_KIND}
-    if kinds == {DEFAULT_KIND} and default:
-        halves = [default_text(split).digests() for split in ("calibration", "evaluation")]
-        if not halves[0] & halves[1]:
-            return ["calibrated on the other half of the default text; no file in common (digests)"]
-    return ["calibrated on other data; whether it shares documents with this text is not known"]

@@ -20,7 +20,8 @@ from transformers import CompressedTensorsConfig
 
 from beamq.cli import app
 from beamq.errors import ConfigError, UsageError
-from beamq.eval.compare import compare, overlap_notes
+from beamq.eval.compare import compare
+from beamq.eval.evaluation_text import overlap_notes
 from beamq.formats import fp8
 from beamq.model.logits import logits
 from beamq.model.observe import Quiet
@@ -235,6 +236,7 @@ def test_text_that_was_calibrated_on_is_told() -> None:
         return " ".join(overlap_notes(manifest, evaluated))
 
     assert note(None) == note({"input_scales": {"description": "constant"}}) == ""
+    assert note({"input_scales": {"data": 5}}) == note({"input_scales": {"data": [7]}}) == ""
     assert "this very text" in note(calibrated_on("e", "y", "text"))
     assert "this very text" in note(calibrated_on("c", "x", "text"))
     assert "no file in common" in note(calibrated_on("c", "y", "standard library"))
