@@ -26,10 +26,10 @@ from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.beam import decoder_layer, head_logits
+from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.logits import logits
-from beamq.model.run import LayerStream
 
 SHAPES = ((8, 128), (4, 512), (1, 4096))
 CPU = torch.device("cpu")

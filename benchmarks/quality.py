@@ -31,9 +31,10 @@ from beamq.convert import quantize
 from beamq.eval.activations_only import ActivationsOnlyGemm, with_served_inputs
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import LayerWeights, head_logits
+from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.load import LayerLoader
 from beamq.model.logits import embed, logits
-from beamq.model.run import Batch, LayerPass, LayerStream, in_turns
+from beamq.model.run import Batch, LayerPass
 
 LENGTH = 512
 CHUNK_ROWS = 8

@@ -31,9 +31,10 @@ from beamq.config import BeamConfig
 from beamq.model.attention import SequenceLayout
 from beamq.model.exchange import Alone, exchange_for
 from beamq.model.fill import Tap
+from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
-from beamq.model.run import Batch, LayerStream, run_layers
+from beamq.model.run import Batch, run_layers
 from beamq.roles import classify
 from beamq.version import __version__
 

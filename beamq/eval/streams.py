@@ -37,10 +37,11 @@ from beamq.eval.layer_error import (
 from beamq.eval.weight_error import WeightError, changed_tensors, weight_errors
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import Head, LayerWeights, head_logits
+from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.linear import Gemm
 from beamq.model.load import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
-from beamq.model.run import Batch, LayerPass, LayerStream, in_turns
+from beamq.model.run import Batch, LayerPass
 
 HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
 SHAPES = (

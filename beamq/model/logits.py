@@ -19,11 +19,12 @@ from beamq.config import BeamConfig
 from beamq.errors import DeviceError, UsageError
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import head_logits
+from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm, gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.memory import experts_per_slice
 from beamq.model.observe import Observer
-from beamq.model.run import Batch, LayerStream, run_layers
+from beamq.model.run import Batch, run_layers
 
 BATCH_TOKENS = 16_384
 

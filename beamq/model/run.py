@@ -1,6 +1,6 @@
 """Layers outside, batches inside: `LayerStream` delivers weights, `run_layers` applies them.
 
-In: a `LayerLoader` and batches of hidden states. Out: the same batches after every layer.
+In: a `LayerStream` and batches of hidden states. Out: the same batches after every layer.
 
 The one idea: each layer is read once, applied to every batch of the data set, and dropped while
 the next is already being read. What lives on is the hidden states, which stay on the device or,
@@ -23,9 +23,8 @@ once, so a batch's size sets the memory of activations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -39,112 +38,10 @@ from beamq.model.beam import (
     mlp_input,
 )
 from beamq.model.exchange import Alone, ExpertExchange
+from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm
-from beamq.model.load import LayerLoader
-from beamq.model.moe import Dispatch, ExpertSlice, add_slice, begin, finish
+from beamq.model.moe import Dispatch, add_slice, begin, finish
 from beamq.model.observe import Observer, Observers
-from beamq.stream import read_ahead
-
-Loaded = LayerWeights | ExpertSlice
-
-
-class LayerStream:
-    """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
-
-    With `slice_experts`, a sparse layer's `experts` is an iterator that delivers that many at a
-    time, once; what a consumer leaves of it is skipped. With `experts`, only those are loaded, as
-    such slices. At most one unit (a layer, or a slice) is loaded besides the one in use, so drop
-    a layer before asking for the next.
-    """
-
-    def __init__(
-        self,
-        loader: LayerLoader,
-        *,
-        layers: Sequence[int] | None = None,
-        slice_experts: int | None = None,
-        experts: range | None = None,
-        ahead: int = 1,
-    ) -> None:
-        self.loader = loader
-        self.config = loader.config
-        self._layers = range(loader.config.num_layers) if layers is None else layers
-        self._slice = slice_experts
-        self._experts = experts
-        self._ahead = ahead
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """The layers that are delivered, in order."""
-        return self._layers
-
-    def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
-        for _, index, weights in in_turns((self,), ahead=self._ahead):
-            yield index, weights
-            del weights  # before the next one is asked for, or two would live
-
-    def take(
-        self, index: int, units: Iterator[Loaded]
-    ) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
-        """A layer from what `loads` gave, and its slices, which must be used up before the next."""
-        weights = next(units)
-        if not isinstance(weights, LayerWeights):
-            raise TypeError("a slice of experts where a layer was due")
-        slices = self._slices(index)
-        if slices is None:
-            return weights, iter(())
-        rest = _take(units, len(slices))
-        if isinstance(weights.mlp, SparseMlp):
-            weights = replace(weights, mlp=replace(weights.mlp, experts=rest))
-        return weights, rest
-
-    def loads(self, index: int) -> Iterator[Callable[[], Loaded]]:
-        """What loads a layer, unit by unit."""
-        slices = self._slices(index)
-        yield partial(self.loader.layer, index, experts=slices is None)
-        for first, count in slices or ():
-            yield partial(self.loader.experts, index, first, count)
-
-    def _slices(self, index: int) -> list[tuple[int, int]] | None:
-        """(first, count) of a layer's slices; None if it is loaded whole."""
-        every = self._slice is None and self._experts is None
-        if every or self.config.mlp_layer_types[index] != "sparse":
-            return None
-        own = range(self.config.num_experts) if self._experts is None else self._experts
-        step = self._slice or max(len(own), 1)
-        return [(first, min(step, own.stop - first)) for first in own[::step]]
-
-
-def in_turns(
-    streams: Sequence[LayerStream], *, ahead: int = 1
-) -> Iterator[tuple[int, int, LayerWeights]]:
-    """(place, layer, weights): the first layer of each stream, then the second of each, ...
-
-    One read-ahead serves them all: at most `ahead` units are loaded besides those in use, however
-    many models there are. All streams must have the same number of layers.
-    """
-    turns = [
-        (place, index)
-        for layers in zip(*(stream.layers for stream in streams), strict=True)
-        for place, index in enumerate(layers)
-    ]
-    loads = (load for place, index in turns for load in streams[place].loads(index))
-    units = read_ahead(loads, depth=ahead)
-    for place, index in turns:
-        weights, rest = streams[place].take(index, units)
-        yield place, index, weights
-        del weights  # before the next one is asked for, or two would live
-        for _ in rest:  # left by a consumer that needed no experts
-            pass
-
-
-def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:
-    for _ in range(count):
-        unit = next(units)
-        if not isinstance(unit, ExpertSlice):
-            raise TypeError("a layer where a slice of experts was due")
-        yield unit
-        del unit
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,11 +28,11 @@ from beamq.config import BeamConfig
 from beamq.formats import fp8
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.beam import decoder_layer
+from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.logits import embed, logits
 from beamq.model.observe import Quiet
-from beamq.model.run import LayerStream
 from beamq.roles import QUANTIZABLE, Role
 
 FP32, BF16 = torch.float32, torch.bfloat16

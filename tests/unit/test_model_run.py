@@ -16,13 +16,14 @@ from beamq.errors import DeviceError, MemoryBudgetError, UsageError
 from beamq.model import logits as logits_module
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import LayerWeights
+from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.logits import embed, logits
 from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.moe import ExpertSlice
 from beamq.model.observe import Quiet
-from beamq.model.run import Batch, LayerStream, run_layers
+from beamq.model.run import Batch, run_layers
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

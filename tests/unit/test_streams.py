@@ -15,9 +15,9 @@ from beamq.eval.streams import StreamOptions, run_side_by_side
 from beamq.eval.weight_error import changed_tensors, weight_errors
 from beamq.formats import nvfp4
 from beamq.model.beam import LayerWeights
+from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
-from beamq.model.run import LayerStream, in_turns
 
 OPTIONS = StreamOptions(
     dtype=torch.float32, device=torch.device("cpu"), gemm=gemm_backend("reference")
