@@ -130,7 +130,7 @@ def _router(findings: Findings, bounds: Bounds) -> Breach | None:
     if not low:
         return None
     layer, found = low[0]
-    more = f" and {len(low) - 1} layers after it" if len(low) > 1 else ""
+    more = f" and {len(low) - 1} more" if len(low) > 1 else ""
     return Breach(
         measure="router_overlap",
         text=f"layer {layer.layer}{more}: routers choose {found:.1%} of the same experts, at least"
@@ -157,7 +157,7 @@ def _weights(findings: Findings, bounds: Bounds) -> Breach | None:
     if not bad:
         return None
     first = bad[0]
-    more = f" and {len(bad) - 1} linears more" if len(bad) > 1 else ""
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     return Breach(
         measure="weight_error",
         text=f"{first.module}{more}: error {first.relative_rms:.3f} of the source's RMS, at most"

@@ -1,0 +1,137 @@
+"""Which bounds a checkpoint is held to, what breaks them, and where the streams part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from beamq.errors import RecipeError
+from beamq.eval.bounds import breaches, limits_for, parting_layer
+from beamq.eval.divergence import Divergence, TokenScores, score_base
+from beamq.eval.estimates import Estimate
+from beamq.eval.layer_error import LayerError, RouterAgreement
+from beamq.eval.streams import Findings
+from beamq.eval.weight_error import WeightError
+from beamq.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
+from beamq.roles import Role
+
+BOUNDS = Bounds(mean_kld=0.05, same_top=0.9, router_overlap=0.9, weight_error=0.15)
+EXPERTS = frozenset({(3, Role.EXPERT)})
+LINEAR = WeightError(
+    module="model.layers.2.mlp.down_proj",
+    layer=2,
+    format="nvfp4",
+    elements=64,
+    relative_rms=0.1,
+    sqnr_db=20.0,
+    max_abs_error=0.1,
+    saturated_share=0.0,
+    underflowed_share=0.0,
+)
+
+
+def divergence(noise: float = 0.0) -> Divergence:
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(40, 12, generator=generator)
+    scores = TokenScores()
+    following = torch.zeros(40, dtype=torch.long)
+    other = base + noise * torch.randn(40, 12, generator=generator)
+    scores.add(score_base(base, following), other)
+    return scores.result()
+
+
+def layer(index: int, relative: float, added: float, overlap: float | None) -> LayerError:
+    router = None
+    if overlap is not None:
+        share = Estimate(value=overlap, standard_error=0.0)
+        router = RouterAgreement(same_experts=share, overlap=share)
+    return LayerError(
+        layer=index,
+        relative=Estimate(value=relative, standard_error=0.0),
+        sqnr_db=20.0,
+        added=added,
+        router=router,
+    )
+
+
+SOUND = Findings(
+    divergence=divergence(),
+    layers=(layer(0, 0.01, 1e-4, None), layer(1, 0.02, 3e-4, 0.99), layer(2, 0.03, 5e-4, 0.98)),
+    weights=(LINEAR,),
+    changed=(),
+)
+
+
+def test_every_recipe_has_bounds_that_change_no_byte() -> None:
+    for name in BUILT_IN:
+        recipe = load_recipe(name)
+        assert None not in (
+            recipe.bounds.mean_kld,
+            recipe.bounds.same_top,
+            recipe.bounds.router_overlap,
+            recipe.bounds.weight_error,
+        ), name
+        assert recipe.digest() == replace(recipe, bounds=Bounds()).digest()
+        assert parse_recipe(recipe.to_dict()) == recipe
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [{"kl": 1}, {"mean_kld": "low"}, {"same_top": 93}, {"mean_kld": -1}, {"mean_kld": True}, 5],
+)
+def test_bounds_that_cannot_be(bounds: object) -> None:
+    with pytest.raises(RecipeError, match="bounds"):
+        parse_recipe({"name": "x", "summary": "y", "rules": {"expert": "fp8"}, "bounds": bounds})
+
+
+def test_whose_bounds() -> None:
+    assert limits_for(None, None, frozenset()).recipe is None
+    assert limits_for(None, "nvfp4", EXPERTS).recipe == "nvfp4"
+    assert limits_for({}, "fp8", EXPERTS).recipe == "fp8-experts"
+    attention = EXPERTS | {(0, Role.ATTENTION)}
+    assert limits_for(None, "nvfp4", attention).recipe == "nvfp4-all"
+    assert limits_for(None, "fp8", attention).recipe == "fp8"
+    named = {"recipe": {"name": "nvfp4-mlp", "bounds": {"mean_kld": 100}}}
+    assert limits_for(named, "nvfp4", EXPERTS).bounds == load_recipe("nvfp4-mlp").bounds
+    own = {"name": "mine", "summary": "s", "rules": {"expert": "nvfp4"}}
+    assert limits_for({"recipe": own}, "nvfp4", EXPERTS).recipe == "nvfp4"
+    bounded = {"recipe": {**own, "bounds": {"mean_kld": 0.01}}}
+    assert limits_for(bounded, "nvfp4", EXPERTS).bounds == Bounds(mean_kld=0.01)
+    assert limits_for({"recipe": {**own, "bounds": 5}}, "nvfp4", EXPERTS).recipe == "nvfp4"
+
+
+def test_what_breaks_them() -> None:
+    assert breaches(SOUND, BOUNDS) == ()
+    lost = replace_findings(divergence=divergence(2.0))
+    assert [breach.measure for breach in breaches(lost, BOUNDS)] == ["mean_kld", "same_top"]
+    assert breaches(lost, Bounds()) == ()
+    low = layer(2, 0.03, 5e-4, 0.5)
+    routed = breaches(replace_findings(layers=(*SOUND.layers[:2], low)), BOUNDS)
+    assert [(breach.measure, breach.layer) for breach in routed] == [("router_overlap", 1)]
+    broken = replace(LINEAR, relative_rms=math.nan)
+    weights = breaches(replace_findings(weights=(broken,)), BOUNDS)
+    assert [(breach.measure, breach.layer) for breach in weights] == [("weight_error", 2)]
+    changed = replace_findings(changed=("lm_head.weight", "model.layers.1.mlp.gate.weight"))
+    assert [(b.measure, b.layer) for b in breaches(changed, BOUNDS)] == [("unquantized", None)]
+    assert "1 more" in breaches(changed, BOUNDS)[0].text
+
+
+def replace_findings(**changes: object) -> Findings:
+    fields = {name: getattr(SOUND, name) for name in ("divergence", "layers", "weights", "changed")}
+    return Findings(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_where_the_streams_part() -> None:
+    assert parting_layer(SOUND, ()) == 1  # the first that loses half of what the worst does
+    jump = replace_findings(
+        layers=(*SOUND.layers[:1], layer(1, 0.5, 0.25, 0.9), layer(2, 0.6, 0.11, 0.5))
+    )
+    assert parting_layer(jump, ()) == 1
+    lost = replace_findings(layers=(layer(0, np.nan, np.nan, None), *SOUND.layers[1:]))
+    assert parting_layer(lost, breaches(lost, BOUNDS)) == 0
+    exact = replace_findings(layers=(layer(0, 0.0, 0.0, None),))
+    assert parting_layer(exact, ()) is None
