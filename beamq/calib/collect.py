@@ -113,6 +113,11 @@ class Collector:
         counts = torch.bincount(experts_Tk.flatten(), minlength=self._config.num_experts)
         self._routed = counts if self._routed is None else self._routed + counts
 
+    def expert_amax(self, layer: int, group: str) -> float:
+        """Largest magnitude so far at the inputs of a group of a layer's experts, over all."""
+        entry = self._entries.get(f"layers.{layer}.experts.{_GROUPS[group]}")
+        return 0.0 if entry is None else float(entry.amax.max())
+
     def take(self, layer: int) -> LayerRecord:
         """What was seen of `layer`; the collector is then ready for the next one."""
         inputs: dict[str, InputStats] = {}

@@ -78,6 +78,11 @@ class LayerStream:
         for first, count in slices or ():
             yield partial(self.loader.experts, index, first, count)
 
+    def experts_again(self, index: int) -> Iterator[ExpertSlice]:
+        """The slices of a layer that is not loaded whole, read once more, not ahead."""
+        for first, count in self._slices(index) or ():
+            yield self.loader.experts(index, first, count)
+
     def _slices(self, index: int) -> list[tuple[int, int]] | None:
         """(first, count) of a layer's slices; None if it is loaded whole."""
         every = self._slice is None and self._experts is None

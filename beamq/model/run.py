@@ -13,6 +13,9 @@ An FP32 sum a token is kept meanwhile. The result has the same bits as without s
 Several processes can share a pass, each with some of every layer's experts: an `ExpertExchange`
 carries the sums from one to the next, in the order of experts, so the bits are again the same.
 
+An `ExpertVisitor` may look at a layer's experts again once all batches have passed them; the layer
+then goes the way of slices, with the same bits.
+
 Several models can run side by side: `in_turns` delivers layer 0 of each, layer 1 of each, and so
 on, from one read-ahead, and a `LayerPass` for each takes its model's batches a layer further.
 
@@ -23,7 +26,7 @@ once, so a batch's size sets the memory of activations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +43,9 @@ from beamq.model.beam import (
 from beamq.model.exchange import Alone, ExpertExchange
 from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm
-from beamq.model.moe import Dispatch, add_slice, begin, finish
+from beamq.model.moe import Dispatch, ExpertSlice, add_slice, begin, finish
 from beamq.model.observe import Observer, Observers
+from beamq.model.visit import ExpertVisitor
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +99,7 @@ def run_layers(
     resident_bytes: int | None = None,
     done: Callable[[int], None] | None = None,
     exchange: ExpertExchange | None = None,
+    visitor: ExpertVisitor | None = None,
 ) -> None:
     """Pass all batches through the layers of `stream`, in place.
 
@@ -110,6 +115,7 @@ def run_layers(
         observers=observers,
         resident_bytes=resident_bytes,
         exchange=exchange,
+        visitor=visitor,
     )
     with torch.inference_mode():
         for index, weights in stream:
@@ -137,11 +143,14 @@ class LayerPass:
         observers: Sequence[Observer] = (),
         resident_bytes: int | None = None,
         exchange: ExpertExchange | None = None,
+        visitor: ExpertVisitor | None = None,
     ) -> None:
         device = stream.loader.device
         longest = max((batch.layout.longest for batch in batches), default=0)
+        self._stream = stream
         self._config = stream.config
         self._gemm = gemm
+        self._visitor = visitor
         self._table = position_table(stream.config, longest, device)
         self._observer = Observers(observers) if observers else None
         self._shelf = _Shelf(device, resident_bytes)
@@ -171,7 +180,8 @@ class LayerPass:
 
     def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         mlp = weights.mlp
-        if isinstance(mlp, SparseMlp) and not isinstance(mlp.experts, tuple):
+        visited = self._visitor is not None and self._visitor.wants(weights.index)
+        if isinstance(mlp, SparseMlp) and (visited or not isinstance(mlp.experts, tuple)):
             self._sliced(weights, mlp, batches)
             return
         for number, batch in enumerate(batches):
@@ -187,7 +197,7 @@ class LayerPass:
             self._shelf.put(number, h_TK)
 
     def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
-        """A sparse layer whose experts come in slices: slices outside, batches inside."""
+        """A sparse layer whose experts come in slices, or are visited: batches inside."""
         sums = len(batches)  # the sum of batch n is kept under n + sums
         plans: list[Dispatch] = []
         for number, batch in enumerate(batches):
@@ -207,11 +217,31 @@ class LayerPass:
             )
             self._shelf.put(number + sums, torch.zeros_like(x_TK, dtype=torch.float32))
         self._experts(weights, mlp, plans)
+        if self._visitor is not None and self._visitor.wants(weights.index):
+            self._visit(self._visitor, weights, mlp, plans)
         for number in range(len(batches)):
             h_TK, sum_TK = self._shelf.get(number), self._shelf.get(number + sums)
             self._exchange.settle(sum_TK)
             out_TK = finish(sum_TK, h_TK.dtype, self._config)
             self._shelf.put(number, close_mlp(h_TK, out_TK, weights, self._config))
+
+    def _visit(
+        self,
+        visitor: ExpertVisitor,
+        weights: LayerWeights,
+        mlp: SparseMlp,
+        plans: Sequence[Dispatch],
+    ) -> None:
+        whole = mlp.experts if isinstance(mlp.experts, tuple) else None
+
+        def parts() -> Iterable[ExpertSlice]:
+            return self._stream.experts_again(weights.index) if whole is None else whole
+
+        def inputs() -> Iterator[tuple[torch.Tensor, Dispatch]]:
+            for number, plan in enumerate(plans):
+                yield mlp_input(self._shelf.get(number), weights, self._config), plan
+
+        visitor.visit(weights.index, parts, inputs)
 
     def _experts(self, weights: LayerWeights, mlp: SparseMlp, plans: Sequence[Dispatch]) -> None:
         """Slices outside, batches inside; the sums of batches lie behind their states."""
