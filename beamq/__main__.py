@@ -1,6 +1,18 @@
-"""`python -m beamq`: the same as the `beamq` command."""
+"""The `beamq` command and `python -m beamq`: `cli.main`, interruptible from the first import."""
 
-from beamq.cli import main
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from beamq.cli import main as command  # typer, which takes a moment
+
+        command()
+    except KeyboardInterrupt:
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
+
 
 if __name__ == "__main__":
     main()

@@ -10,6 +10,7 @@ traceback only with `--debug`.
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
@@ -47,7 +48,11 @@ def _named(raised: BaseException) -> BaseException:
     """The error of ours that says what others raised mean."""
     if isinstance(raised, KeyboardInterrupt):
         return Interrupted("interrupted")
-    if isinstance(raised, MemoryError):
+    if (
+        isinstance(raised, MemoryError)
+        or (isinstance(raised, OSError) and raised.errno == errno.ENOMEM)
+        or (isinstance(raised, RuntimeError) and "can't start new thread" in str(raised))
+    ):
         return MemoryBudgetError(
             "out of memory; fewer --workers or a smaller --max-host-memory need less"
         )

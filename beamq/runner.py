@@ -9,6 +9,7 @@ in the work's jobs and in the `finalise` callable.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from beamq.version import __version__
 
 DEFAULT_MEMORY_BYTES = 1_500_000_000
 REPORT_STEP_BYTES = 1 << 25
+THREAD_BYTES = 1 << 23  # address space of a thread, besides its stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +91,31 @@ def check_memory(work: Work, budget: int) -> None:
         raise MemoryBudgetError(
             f"--max-host-memory {budget / 1e9:.2f} GB is less than the largest group of linears"
             f" that share a scale ({largest / 1e9:.2f} GB); allow at least that"
+        )
+
+
+def check_address_space(work: Work, workers: int, budget: int) -> None:
+    """Raise `MemoryBudgetError` if a limit on address space (`ulimit -v`) leaves too little.
+
+    Buffers could fail one by one, but a thread that starts without memory dies unheard, and who
+    started it waits for ever.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):  # not Linux
+        return
+    stack = THREAD_BYTES if stack == resource.RLIM_INFINITY else stack
+    needed = predicted_host_nbytes(work, workers, budget)
+    needed += (workers + 1) * (stack + THREAD_BYTES)
+    if used + needed > limit:
+        raise MemoryBudgetError(
+            f"the limit on address space (ulimit -v) is {limit / 1e9:.2f} GB and"
+            f" {(used + needed) / 1e9:.2f} GB are needed; raise it, or use fewer --workers or a"
+            " smaller --max-host-memory"
         )
 
 
@@ -140,6 +167,7 @@ class Runner:
         options = self._options
         try:
             with self._ranks.meeting():
+                check_address_space(self._work, options.workers, options.memory)
                 if self._ranks.first:
                     check_small_tensors(self._checkpoint, self._work)
                     output_folder.prepare(

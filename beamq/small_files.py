@@ -68,7 +68,7 @@ def read_small(path: Path, error: type[BeamqError], limit: int) -> bytes:
                     f"{path}: {status.st_size} bytes, expected at most {limit}; not a file of this"
                     " kind"
                 )
-            return stream.read(limit)
+            return stream.read(status.st_size)  # never a buffer larger than the file
     except FileNotFoundError:
         raise error(f"{path}: not found; is this the right folder?") from None
     except (OSError, ValueError) as fault:

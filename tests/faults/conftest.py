@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from beamq.cli import app
+from tests.crash.conftest import memory_folder  # noqa: F401
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -8,6 +8,8 @@ llama.cpp, GQ GPTQModel.
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -18,12 +20,15 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
+from beamq.config import BeamConfig
 from beamq.convert import QuantizeResult, quantize
 from beamq.eval.checks import VerifyReport
 from beamq.eval.verify import verify
 from beamq.recipe import Recipe, parse_recipe
+from beamq.roles import PRECISE_FP32, TensorRole, expected_tensors
 from tests.e2e.test_convert import bf16
 
+ROOT = Path(__file__).resolve().parents[2]
 SINGLE = "model.safetensors"
 ROLES = ("attention", "dense-mlp", "expert")
 
@@ -113,3 +118,42 @@ def light_verify(
 def read_json(path: Path) -> dict[str, object]:
     found: dict[str, object] = json.loads(path.read_text())
     return found
+
+
+def synthetic(
+    folder: Path, *, layers: int, experts: int, hidden: int, width: int, shards: int = 1
+) -> Path:
+    """A sparse Beam of zeros, in files with holes: large in bytes, small on disk."""
+    nano = json.loads((ROOT / "examples" / "beam-nano" / "config.json").read_text())
+    nano.update(
+        hidden_size=hidden, intermediate_size=hidden, moe_intermediate_size=width,
+        num_hidden_layers=layers, layer_types=["full_attention"] * layers,
+        mlp_layer_types=["sparse"] * layers, num_experts=experts, n_group=1, topk_group=1,
+        num_experts_per_tok=min(4, experts), vocab_size=64, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(nano))
+    tensors = list(expected_tensors(BeamConfig.from_dict(nano)))
+    weight_map: dict[str, str] = {}
+    for number in range(shards):
+        part = tensors[len(tensors) * number // shards : len(tensors) * (number + 1) // shards]
+        file = SINGLE if shards == 1 else f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        _write_zeros(folder / file, part)
+        weight_map.update({role.name: file for role, _ in part})
+    if shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+def _write_zeros(path: Path, tensors: Iterable[tuple[TensorRole, tuple[int, ...]]]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for role, shape in tensors:
+        dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
+        end = begin + math.prod(shape) * (4 if dtype == "F32" else 2)
+        header[role.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + begin)
