@@ -14,13 +14,15 @@ What is on the device at once is `calib.device`'s plan. Limits: prefill; rows of
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 
 from beamq.calib.collect import Collector
 from beamq.calib.device import batch_rows
+from beamq.calib.expert_rounding import ExpertRounding, Group, RoundedGroup
+from beamq.calib.host_memory import HeapTrim, cap_kernel_caches
 from beamq.calib.prepared import Prepared
 from beamq.calib.state import RunState, Saved
 from beamq.calib.stats import CalibrationStats
@@ -32,7 +34,7 @@ from beamq.model.attention import SequenceLayout
 from beamq.model.exchange import Alone, exchange_for
 from beamq.model.fill import Tap
 from beamq.model.layer_stream import LayerStream
-from beamq.model.linear import gemm_backend
+from beamq.model.linear import Gemm, gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.run import Batch, run_layers
 from beamq.roles import classify
@@ -50,10 +52,21 @@ class LayerDone:
     stats: CalibrationStats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """Experts to be rounded on the way: see `ExpertRounding`."""
+
+    wanted: Mapping[int, Set[Group]]
+    method: str
+    write: Callable[[int, Group, RoundedGroup], None]
+    stopped: Callable[[], bool]
+
+
 class CalibrationPass:
     """One run. `stopped` ends it between two inputs; `state` is begun and removed by the caller.
 
     `tap` sees every tensor the loader reads, once; `after` each finished layer's statistics.
+    `visit` has experts rounded as soon as their layer's inputs are known.
     """
 
     def __init__(
@@ -63,6 +76,7 @@ class CalibrationPass:
         *,
         tap: Tap | None = None,
         after: Callable[[LayerDone], None] = lambda done: None,
+        visit: Visit | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         checkpoint, options, data = prepared.checkpoint, prepared.options, prepared.data
@@ -77,9 +91,11 @@ class CalibrationPass:
         self._state = state
         self._after = after
         self._tap = tap
+        self._visit = visit
         self._stopped = stopped
         self._rows = batch_rows(device, data.samples, data.sequence_length)
         self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
+        self._heap = HeapTrim()
         self._watch = TokenWatch(data.sequence_length, data.tokens)
         self._collector = Collector(
             self._config,
@@ -108,12 +124,16 @@ class CalibrationPass:
     def run(self) -> CalibrationStats:
         """All layers. Raises `CalibrationError`, `MemoryBudgetError`, `Interrupted`, ..."""
         final = self._state.load_final()
-        if final is not None:
+        if final is not None and self._visit is None:
             return final
+        cap_kernel_caches()
         exchange = exchange_for(self._ranks, self._config)
         saved = self._state.load()
+        if saved is not None and self._visit is not None and min(self._visit.wanted) <= saved.layer:
+            saved = None  # experts behind it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
         alone = isinstance(exchange, Alone)
+        gemm = gemm_backend(self._options.gemm)
         with SuppliedLoader(
             self._checkpoint,
             self._config,
@@ -135,13 +155,27 @@ class CalibrationPass:
             run_layers(
                 stream,
                 batches,
-                gemm=gemm_backend(self._options.gemm),
+                gemm=gemm,
                 observers=[self._collector],
                 resident_bytes=self._plan.resident_nbytes,
                 done=lambda layer: self._finish(layer, batches),
                 exchange=None if alone else exchange,
+                visitor=self._visitor(gemm),
             )
         return self._stats
+
+    def _visitor(self, gemm: Gemm) -> ExpertRounding | None:
+        visit = self._visit
+        if visit is None:
+            return None
+        return ExpertRounding(
+            visit.wanted,
+            method=visit.method,
+            gemm=gemm,
+            amax=self._collector.expert_amax,
+            write=visit.write,
+            stopped=visit.stopped,
+        )
 
     def _embed(self, loader: LayerLoader) -> list[Batch]:
         """The states in front of the first layer."""
@@ -186,6 +220,7 @@ class CalibrationPass:
                 stats=own,
             )
         )
+        self._heap.between_layers()
         if self._ranks.first and layer + 1 < layers and self._state.due:
             self._state.save(layer, self._stats, hidden)
 

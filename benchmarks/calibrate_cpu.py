@@ -1,0 +1,183 @@
+"""Calibration on a CPU: its time against the bare forward pass, and that its memory stays flat.
+
+    time      a whole `CalibrationPass` (collecting, looking for bad tokens, saving its state) and
+              the same layers over the same tokens without any of it, in turns; medians
+    memory    peak of a calibration above what was there before it, in processes of their own: a
+              synthetic Beam of 8 and of 32 layers; then of 16, 64 and 256 experts, with and
+              without --max-device-memory
+
+    python benchmarks/calibrate_cpu.py [CHECKPOINT] [--threads 2] [--rounds 5] [--cpu-time]
+
+CHECKPOINT is a small Beam with a tokenizer for the times (default: examples/beam-nano).
+`--cpu-time` counts processor seconds, for machines that others use too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from make_slice import Slice, make_slice
+from measuring import ROOT, run
+
+NANO = ROOT / "examples" / "beam-nano"
+TOKENS = (16, 512)
+MEMORY_TOKENS = (16, 256)
+BUDGET = 640_000_000
+WIDTHS = {
+    "hidden": 512, "dense_width": 1024, "expert_width": 512, "heads": 8, "kv_heads": 2,
+    "head_dim": 64, "vocab": 2048,
+}  # fmt: skip
+
+
+def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -> None:
+    """Print the medians and their ratio."""
+    import torch
+
+    from beamq.calib.device import batch_rows
+    from beamq.calib.forward import CalibrationPass
+    from beamq.calib.options import CalibrationOptions
+    from beamq.calib.prepared import Prepared
+    from beamq.calib.state import RunState
+    from beamq.checkpoint import open_checkpoint
+    from beamq.config import BeamConfig
+    from beamq.model.attention import SequenceLayout
+    from beamq.model.linear import gemm_backend
+    from beamq.model.load import LayerLoader
+    from beamq.model.run import Batch, LayerStream, run_layers
+    from beamq.ranks import Ranks
+
+    samples, length = TOKENS
+    options = CalibrationOptions(samples=samples, sequence_length=length, dtype=dtype, device="cpu")
+    with open_checkpoint(path) as checkpoint, tempfile.TemporaryDirectory() as folder:
+        config = BeamConfig.from_dict(checkpoint.config)
+        prepared = Prepared(checkpoint, options, Ranks())
+        ids = torch.from_numpy(prepared.data.input_ids)
+
+        def forward() -> None:
+            loader = LayerLoader(
+                checkpoint, config, dtype=getattr(torch, dtype), device=prepared.device
+            )
+            table = loader.embedding()
+            batches = [
+                Batch(
+                    h_TK=table[ids[rows].flatten()],
+                    layout=SequenceLayout.rectangle(rows.stop - rows.start, length),
+                )
+                for rows in batch_rows(prepared.device, samples, length)
+            ]
+            run_layers(LayerStream(loader), batches, gemm=gemm_backend("reference"))
+            loader.close()
+
+        def calibration() -> None:
+            state = RunState(Path(folder) / "state", {"run": "benchmark"})
+            state.begin(resume=False)
+            CalibrationPass(prepared, state).run()
+            state.remove()
+
+        bare, whole = _in_turns((forward, calibration), rounds, clock)
+    print(f"{dtype:<9} forward {bare:6.2f} s, calibration {whole:6.2f} s: {whole / bare:.3f}x")
+
+
+def _in_turns(
+    ways: Sequence[Callable[[], None]], rounds: int, clock: Callable[[], float]
+) -> list[float]:
+    spent: list[list[float]] = [[] for _ in ways]
+    for turn in range(rounds + 1):  # the first warms up
+        for place, way in enumerate(ways):
+            begun = clock()
+            way()
+            if turn:
+                spent[place].append(clock() - begun)
+    return [statistics.median(values) for values in spent]
+
+
+def memory_of(path: Path, budget: int | None) -> None:
+    """Print the peak of a calibration above what was there before it, in bytes; and the plan's."""
+    from beamq.calib.forward import CalibrationPass
+    from beamq.calib.options import CalibrationOptions
+    from beamq.calib.prepared import Prepared
+    from beamq.calib.state import RunState
+    from beamq.checkpoint import open_checkpoint
+    from beamq.ranks import Ranks
+
+    samples, length = MEMORY_TOKENS
+    options = CalibrationOptions(
+        samples=samples, sequence_length=length, device="cpu", max_device_memory=budget
+    )
+    with open_checkpoint(path) as checkpoint, tempfile.TemporaryDirectory() as folder:
+        prepared = Prepared(checkpoint, options, Ranks())
+        before = _status("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        state = RunState(Path(folder), {})
+        state.begin(resume=False)
+        CalibrationPass(prepared, state).run()
+        print(_status("VmHWM") - before, prepared.plan.host_nbytes, prepared.plan.slice_experts)
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def memory_table(threads: int) -> None:
+    """One line for each synthetic model."""
+    print("\nmemory of a calibration: 4,096 tokens, hidden 512, experts of 512")
+    print(f"{'layers':>6} {'experts':>7} {'limit':>8} {'slice':>6} {'peak':>9} {'predicted':>10}")
+    cases = [(8, 16, None), (32, 16, None)]
+    cases += [(3, experts, None) for experts in (64, 256)]
+    cases += [(3, experts, BUDGET) for experts in (16, 64, 256)]
+    for layers, experts, budget in cases:
+        with tempfile.TemporaryDirectory(prefix="beamq-benchmark-") as folder:
+            path = Path(folder) / "slice"
+            what = Slice(experts=experts, dense_layers=1, sparse_layers=layers - 1, **WIDTHS)
+            make_slice(path, what)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(NANO / name, path)
+            command = [sys.executable, __file__, str(path), "--memory", "--threads", str(threads)]
+            if budget is not None:
+                command += ["--limit", str(budget)]
+            peak, predicted, slices = run(command).output.split()[-3:]
+        limit = "none" if budget is None else f"{budget / 1e6:.0f} MB"
+        print(
+            f"{layers:>6} {experts:>7} {limit:>8} {slices:>6} {int(peak) / 1e6:>6.0f} MB"
+            f" {int(predicted) / 1e6:>7.0f} MB"
+        )
+
+
+def main() -> None:
+    """Both tables, or one measurement where a parent asks for it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=NANO)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        import torch
+
+        torch.set_num_threads(options.threads)
+        memory_of(options.checkpoint, options.limit)
+        return
+    print(f"{options.checkpoint.name}, {TOKENS[0]} x {TOKENS[1]} tokens, {options.threads} threads")
+    import torch
+
+    torch.set_num_threads(options.threads)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    for dtype in ("bfloat16", "float32"):
+        time_pass(options.checkpoint, dtype, options.rounds, clock)
+    memory_table(options.threads)
+
+
+if __name__ == "__main__":
+    main()
