@@ -185,7 +185,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_is_an_error(nano_copy: Pa
 
 
 def test_an_unknown_tensor_is_an_error(beam_nano: Path) -> None:
-    with open_checkpoint(beam_nano) as checkpoint, pytest.raises(TensorError, match="foo.bar"):
+    with open_checkpoint(beam_nano) as checkpoint, pytest.raises(TensorError, match=r"foo\.bar"):
         checkpoint.tensor("foo.bar")
 
 
