@@ -49,6 +49,11 @@ _SCALES_TEXTS = {
     "sweep": "for each block the stored scale near that of its largest value which gives the least"
     " squared error (`sweep`)",
 }
+_METHOD_TEXTS = {
+    None: [],
+    "gptq": ["", "Experts: rounded by GPTQ with the activations of the calibration text."],
+    "second-moment": ["", "Experts: errors weighed by the second moments of calibrated inputs."],
+}
 COMPARISON_BEGIN = "<!-- beamq: comparison -->"
 COMPARISON_END = "<!-- beamq: end of comparison -->"
 _COMPARISON = re.compile(f"{COMPARISON_BEGIN}.*?{COMPARISON_END}", re.DOTALL)
@@ -144,6 +149,7 @@ def _parts_section(plan: Plan) -> str:
     ]
     if plan.recipe.format == "nvfp4":
         lines += ["", f"Block scales: {_SCALES_TEXTS[plan.recipe.scales]}."]
+        lines += _METHOD_TEXTS[plan.recipe.expert_method]
     spared = sorted({unit for exclusion in plan.exclusions for unit in exclusion.units})
     for role in dict.fromkeys(role for _, role in spared):
         layers = ", ".join(str(layer) for layer, other in spared if other is role)

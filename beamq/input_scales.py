@@ -42,6 +42,13 @@ def check_options(
             f"{given} and --data (or another option of a calibration) contradict each other;"
             " give one"
         )
+    method = plan.recipe.expert_method
+    if method is not None and (calibration is not None or no_calibration):
+        given = "--calibration" if calibration is not None else "--no-calibration"
+        raise UsageError(
+            f"recipe {plan.recipe.name} rounds experts by activations ({method}), which {given}"
+            " does not bring; leave it out, and give --data"
+        )
     if plan.recipe.format == "fp8" and (calibration is not None or calibrate):
         raise UsageError(
             "FP8 activations are scaled per token when served; leave out --calibration, --data and"

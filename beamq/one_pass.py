@@ -9,6 +9,10 @@ the forward pass never reads (the head, the last norm, tensors that are not Beam
 the crew, and so are earlier layers of a resumed run whose shards were not finished. The output
 has the same bytes as `calibrate` followed by `quantize --calibration`.
 
+Where the recipe rounds experts by their inputs (GPTQ), these are converted by a visitor of the same
+pass, layer by layer, from the weights that the forward pass holds. A run that is resumed then
+starts the pass again if the saved state lies behind experts that are not durable yet.
+
 The pass saves its state in the output's state folder, so a killed run goes on from the last
 layer saved there. Limits: under torchrun the pass runs first, experts split over ranks, and the
 conversion after it, split by shards: shards are not shared between processes, so there the source
@@ -28,15 +32,17 @@ from beamq.calib.scales import input_scales
 from beamq.calib.stats import CalibrationStats, run_digest
 from beamq.calib.stats_file import save_stats
 from beamq.checkpoint import Checkpoint
+from beamq.errors import UsageError
 from beamq.input_scales import from_statistics
 from beamq.journal import STATE_DIR
 from beamq.open_shards import OpenShards
 from beamq.plan import Job, Plan
 from beamq.ranks import Ranks
+from beamq.roles import Role
 from beamq.scale_source import Feed, KnownScales
 
 if TYPE_CHECKING:
-    from beamq.calib.forward import LayerDone
+    from beamq.calib.forward import LayerDone, Visit
     from beamq.tap_engine import TapEngine
 
 STATE_NAME = "calibration"
@@ -63,7 +69,10 @@ class OnePass:
         on_start: Callable[[Prepared], None] = lambda prepared: None,
         on_layer: Callable[[LayerDone], None] = lambda done: None,
     ) -> None:
-        self._prepared = Prepared(checkpoint, options, ranks)
+        self._method = plan.recipe.expert_method
+        if self._method is not None:
+            _check_exact(plan, options, ranks)
+        self._prepared = Prepared(checkpoint, options, ranks, visited=self._method is not None)
         self._plan = plan
         self._state_folder = output / STATE_DIR / STATE_NAME
         self._statistics = statistics
@@ -119,6 +128,7 @@ class OnePass:
                 jobs,
                 shards,
                 scales=self._plan.scales,
+                visited=self._method is not None,
                 advance=advance,
                 stopped=stop.is_set,
             )
@@ -126,6 +136,16 @@ class OnePass:
             stats = self._pass(engine, stop)
         self._known, self.stats = from_statistics(self._plan, stats), stats
         return frozenset() if engine is None else engine.done
+
+    def _visit(self, engine: TapEngine, stop: threading.Event) -> Visit | None:
+        """Experts to round by their inputs, if there are any left."""
+        if not engine.wanted:
+            return None
+        from beamq.calib.forward import Visit
+
+        return Visit(
+            wanted=engine.wanted, method=str(self._method), write=engine.put, stopped=stop.is_set
+        )
 
     def _pass(self, engine: TapEngine | None, stop: threading.Event) -> CalibrationStats:
         from beamq.calib.forward import CalibrationPass
@@ -149,6 +169,7 @@ class OnePass:
             state,
             tap=None if engine is None else engine.tap,
             after=after,
+            visit=None if engine is None else self._visit(engine, stop),
             stopped=stop.is_set,
         ).run()
         if ranks.first:
@@ -156,3 +177,24 @@ class OnePass:
             if self._statistics is not None:
                 save_stats(stats, self._statistics)
         return stats
+
+
+def _check_exact(plan: Plan, options: CalibrationOptions, ranks: Ranks) -> None:
+    """Raise `UsageError` where experts cannot be rounded from what the forward pass holds."""
+    if ranks.world > 1:
+        raise UsageError(
+            f"recipe {plan.recipe.name} rounds experts in one process; start it without torchrun"
+        )
+    for job in plan.jobs:
+        for member in job.members:
+            dtype = member.source.spec.dtype
+            if member.role.role is Role.EXPERT and dtype != "BF16" and options.dtype != "float32":
+                raise UsageError(
+                    f"{member.role.name} is {dtype}, which activations in {options.dtype} would"
+                    f" round; recipe {plan.recipe.name} then needs --dtype float32"
+                )
+    if plan.remote_shards and options.max_device_memory is not None:
+        raise UsageError(
+            f"recipe {plan.recipe.name} may read experts twice where --max-device-memory is small;"
+            " download the source first"
+        )

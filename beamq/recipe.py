@@ -11,6 +11,10 @@ precision of the source. The keys, all of them:
     scales       NVFP4 block scales; `sweep` (NVFP4's default): of the stored scales near, the one
                  with the least squared error; `max`: from the block's largest magnitude alone, for
                  the same bytes as Model-Optimizer's
+    weighting    what the sweep counts an expert's errors by: `none`, or `second-moment` of the
+                 inputs that calibration saw
+    rounding     of experts: `nearest`, or `gptq` with the activations that calibration saw; other
+                 linears are rounded to nearest
     kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
                  Beam refuses them)
     exclude      patterns of modules to leave precise (see `matches`)
@@ -38,7 +42,7 @@ from beamq.roles import QUANTIZABLE, Role
 from beamq.small_files import read_small
 
 FORMATS = ("nvfp4", "fp8")
-BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
+BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
 SCALES = ("sweep", "max")
 MAX_RECIPE_BYTES = 1 << 16
 MAX_PATTERNS = 256
@@ -70,6 +74,8 @@ class Recipe:
     summary: str
     rules: Mapping[Role, str]
     scales: str = "max"
+    weighting: str = "none"
+    rounding: str = "nearest"
     kv_cache: str = "none"
     exclude: tuple[str, ...] = ()
     bounds: Bounds = Bounds()
@@ -78,6 +84,13 @@ class Recipe:
     def format(self) -> str:
         """The one format of every quantized linear: `nvfp4` or `fp8`."""
         return next(iter(self.rules.values()))
+
+    @property
+    def expert_method(self) -> str | None:
+        """How experts are rounded by their inputs (`gptq`, `second-moment`); None where without."""
+        if self.rounding == "gptq":
+            return "gptq"
+        return "second-moment" if self.weighting == "second-moment" else None
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, the way its YAML would read."""
@@ -160,15 +173,34 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
     rules = _rules(data.get("rules"), origin)
     # FP8 has one scale a row, which its largest value calls for.
     scales = SCALES if "nvfp4" in rules.values() else ("max",)
-    return Recipe(
+    recipe = Recipe(
         name=data["name"],
         summary=data["summary"],
         rules=rules,
         scales=_choice(data, "scales", scales[0], scales, origin),
+        weighting=_choice(data, "weighting", "none", ("none", "second-moment"), origin),
+        rounding=_choice(data, "rounding", "nearest", ("nearest", "gptq"), origin),
         kv_cache=_choice(data, "kv_cache", "none", ("none", "fp8"), origin),
         exclude=tuple(exclude),
         bounds=_bounds(data.get("bounds", {}), origin),
     )
+    _check_method(recipe, origin)
+    return recipe
+
+
+def _check_method(recipe: Recipe, origin: str) -> None:
+    """Raise `RecipeError` where weighting or rounding has nothing to work on."""
+    if recipe.expert_method is None:
+        return
+    key = "rounding: gptq" if recipe.rounding == "gptq" else "weighting: second-moment"
+    if recipe.rules.get(Role.EXPERT) != "nvfp4":
+        raise RecipeError(f"{origin}: {key} is for experts in NVFP4, and rules has none")
+    if recipe.scales != "sweep":
+        raise RecipeError(f"{origin}: {key} chooses block scales itself; leave out scales: max")
+    if recipe.rounding == "gptq" and recipe.weighting != "none":
+        raise RecipeError(
+            f"{origin}: rounding: gptq weighs errors by all second moments; leave out weighting"
+        )
 
 
 def _rules(value: Any, origin: str) -> dict[Role, str]:

@@ -8,6 +8,9 @@ job runs in the reader thread that brings its last member, on the core whose cac
 ends when its four-byte scales are written a layer later. Reading and converting layer L + 1
 overlap the forward pass of layer L, and no byte is read twice.
 
+Experts that are rounded by their inputs (`calib.expert_rounding`) come another way: not tapped, but
+handed over by `put` when they are rounded, before their layer ends.
+
 Members that arrive before their partners (gate before up; q, k, v before the attention gate)
 are copied. Partners are neighbours in the loader's list, so at most one group for each reader
 thread waits; that is the memory this adds.
@@ -21,12 +24,14 @@ from collections.abc import Callable, Sequence
 import torch
 
 from beamq.buffer_pool import BufferPool
+from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.checkpoint import Checkpoint
 from beamq.cpu_engine import CpuEngine
 from beamq.header import TensorSpec
 from beamq.open_shards import OpenShards
 from beamq.plan import Job
-from beamq.sinks import JobResult, write_input_scale
+from beamq.roles import Role
+from beamq.sinks import JobResult, f32_bytes, write_input_scale, write_whole
 
 
 class TapEngine:
@@ -39,10 +44,14 @@ class TapEngine:
         shards: OpenShards,
         *,
         scales: str,
+        visited: bool,
         advance: Callable[[int], None],
         stopped: Callable[[], bool],
     ) -> None:
+        """With `visited`, experts in NVFP4 are left for `put`; `wanted` says which those are."""
         self.done: set[int] = set()
+        self.wanted: dict[int, set[Group]] = {}
+        self._visited: dict[tuple[int, Group], Job] = {}
         self._checkpoint = checkpoint
         self._jobs = jobs
         self._shards = shards
@@ -56,6 +65,10 @@ class TapEngine:
         # By tensor: the byte ranges of it that are members, as (begin, end, job, member).
         self._places: dict[str, list[tuple[int, int, int, int]]] = {}
         for index, job in enumerate(jobs):
+            role = job.members[0].role
+            if visited and job.kind == "nvfp4" and role.role is Role.EXPERT:
+                self._leave_for_visit(job)
+                continue
             for number, member in enumerate(job.members):
                 source = member.source
                 place = (source.start, source.start + source.nbytes, index, number)
@@ -75,6 +88,33 @@ class TapEngine:
                 arrived.setdefault(index, {})[number] = data[begin - base : end - base]
         for index, views in arrived.items():
             self._arrive(index, views)
+
+    def put(self, layer: int, group: Group, rounded: RoundedGroup) -> None:
+        """Write a scale group that was rounded elsewhere; its input scales are still to come."""
+        job = self._visited[layer, group]
+        writer, result = self._shards.writer(job.shard), JobResult()
+        result.zero_blocks, result.underflow_blocks = rounded.zero_blocks, rounded.underflow_blocks
+        if rounded.amax == 0.0:
+            result.zero_groups.append(job.group)
+        first = 0
+        for member in job.members:
+            rows = slice(first, first + member.source.shape[0])
+            first = rows.stop
+            contents = (_bytes(rounded.codes[rows]), _bytes(rounded.block_scale[rows]))
+            scale = f32_bytes(rounded.global_scale)
+            for tensor, content in zip(member.outputs[:3], (*contents, scale), strict=True):
+                write_whole(writer, tensor, content, result)
+        self._advance(job.source_nbytes)
+        with self._lock:
+            self._late.setdefault(layer, []).append((job, result))
+
+    def _leave_for_visit(self, job: Job) -> None:
+        role = job.members[0].role
+        if role.layer is None or role.expert is None:
+            raise RuntimeError(f"{role.name}: an expert without a place")
+        group = (role.expert, "down_proj" if role.proj == "down_proj" else "gate_up")
+        self.wanted.setdefault(role.layer, set()).add(group)
+        self._visited[role.layer, group] = job
 
     def finish_layer(self, layer: int, input_scale: Callable[[str], float]) -> None:
         """Write what the layer's jobs lack; they are then finished."""
@@ -127,3 +167,7 @@ class TapEngine:
                 advance=self._advance,
             )
         return engine
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(-1).numpy())  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from beamq.calib.expert_rounding import rounding_nbytes
 from beamq.calib.options import CalibrationOptions
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
@@ -77,6 +78,7 @@ def plan_device(
     *,
     samples: int,
     length: int,
+    visited: bool = False,
 ) -> DevicePlan:
     """The plan of one process. Raises `MemoryBudgetError` if one expert at a time is too much."""
     config = BeamConfig.from_dict(checkpoint.config)
@@ -93,6 +95,7 @@ def plan_device(
         experts=len(own_experts(ranks, config)),
         budget=budget,
         on_gpu=device.type == "cuda",
+        rounding_nbytes=rounding_nbytes(device.type, config) if visited else 0,
     )
 
 
@@ -106,20 +109,26 @@ def fit(
     experts: int,
     budget: int | None,
     on_gpu: bool = False,
+    rounding_nbytes: int = 0,
 ) -> DevicePlan:
-    """`plan_device` from its numbers; `experts` are this process's own, of each layer."""
+    """`plan_device` from its numbers; `experts` are this process's own, of each layer.
+
+    `rounding_nbytes` is what rounding experts on the way takes of the device, if it is done.
+    """
     sizes = layer_bytes(checkpoint, config, dtype)
-    activations = activation_bytes(config, batch_tokens, dtype)
+    activations = activation_bytes(config, batch_tokens, dtype) + rounding_nbytes
     states = tokens * config.hidden_size * dtype.itemsize
     weights = _UNITS * (sizes.base + sizes.expert * experts)
     count, resident = None, None
     if budget is not None:
         rest = budget - weights - activations
         if rest < 0:
-            found = experts_per_slice(checkpoint, config, dtype, budget, batch_tokens)
+            found = experts_per_slice(
+                checkpoint, config, dtype, budget - rounding_nbytes, batch_tokens
+            )
             count, resident = min(found or experts, experts), 0
             weights = _UNITS * (sizes.base + sizes.expert * count)
-    if count is not None or experts < config.num_experts:
+    if count is not None or experts < config.num_experts or rounding_nbytes:
         states += tokens * config.hidden_size * _FP32  # sums between slices, or ranks
     if budget is not None and count is None and states > budget - weights - activations:
         resident = budget - weights - activations

@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 class Prepared:
     """Raises `CalibrationError`, `UsageError`, `DeviceError` or `MemoryBudgetError` when made."""
 
-    def __init__(self, checkpoint: Checkpoint, options: CalibrationOptions, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: CalibrationOptions,
+        ranks: Ranks,
+        *,
+        visited: bool = False,
+    ) -> None:
+        """`visited`: experts will be rounded on the way, which takes memory too."""
         from beamq.calib.device import choose_device, plan_device  # torch, only where a model runs
 
         self.checkpoint = checkpoint
@@ -43,6 +51,7 @@ class Prepared:
             self.device,
             samples=self.data.samples,
             length=self.data.sequence_length,
+            visited=visited,
         )
         self.fingerprint = checkpoint.content_digest()
 
