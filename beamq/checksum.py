@@ -7,10 +7,13 @@ the `xxhash` package is missing SHA-256 is used instead; the manifest names the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from beamq.errors import CheckpointError, MissingDependencyError
+from beamq.small_files import open_file, unreadable
 
 try:
     import xxhash
@@ -19,6 +22,7 @@ except ImportError:  # pragma: no cover - bare GPU machines
 
 XXH3 = "xxh3-128"
 SHA256 = "sha256"
+PIECE_BYTES = 1 << 20
 DEFAULT_ALGORITHM = SHA256 if xxhash is None else XXH3
 
 
@@ -52,3 +56,22 @@ def shard_digest(header: bytes, tensors: Iterable[str], algorithm: str = DEFAULT
     for digest in tensors:
         checksum.update(digest.encode())
     return checksum.hexdigest()
+
+
+def file_checksum(path: Path, algorithm: str = DEFAULT_ALGORITHM) -> str:
+    """Of a whole file, in bounded memory. Raises `CheckpointError` where it cannot be read."""
+    checksum = new_checksum(algorithm)
+    try:
+        descriptor, _ = open_file(path)
+        with open(descriptor, "rb") as stream:
+            while piece := stream.read(PIECE_BYTES):
+                checksum.update(piece)
+    except (OSError, ValueError) as fault:
+        raise unreadable(path, fault, CheckpointError) from fault
+    return checksum.hexdigest()
+
+
+def seal_of(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of everything else in a manifest: what its `seal` must be."""
+    data = {key: value for key, value in manifest.items() if key != "seal"}
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

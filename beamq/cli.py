@@ -303,6 +303,9 @@ def verify(
             help="structure: headers; tensors: every byte; forward: run it beside --source.",
         ),
     ] = Level.tensors,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only checksums: every byte against beamq.json.")
+    ] = False,
     workers: Workers = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -312,12 +315,19 @@ def verify(
     """Check a folder: what engines will load, against the source."""
 
     def body(screen: Screen) -> int:
+        from beamq.errors import UsageError
         from beamq.eval.verify import verify as check
         from beamq.verify_view import verify_blocks, verify_data
 
+        if quick and level is not Level.tensors:
+            raise UsageError("--quick and --level contradict each other; give one")
         with screen.progress("verifying") as advance:
             report = check(
-                checkpoint, source=source, level=level.value, workers=workers, progress=advance
+                checkpoint,
+                source=source,
+                level="quick" if quick else level.value,
+                workers=workers,
+                progress=advance,
             )
         screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
         return 0 if report.ok else 1

@@ -19,11 +19,10 @@ from beamq.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import TensorError
 from beamq.fetch_order import DEFAULT_CACHE_BYTES
-from beamq.finalise import build_index, shard_manifest
+from beamq.finalise import build_index, shard_manifest, write_manifest
 from beamq.formats.layout import NVFP4_BLOCK
 from beamq.header import TensorSpec
 from beamq.journal import ShardRecord
-from beamq.output_folder import MANIFEST_NAME
 from beamq.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
 from beamq.ranks import current_ranks
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
@@ -221,8 +220,7 @@ def _finalise(
     }
     write_json(output / INDEX_NAME, build_index(work))
     write_json(output / "config.json", config)
-    write_json(output / MANIFEST_NAME, manifest)
-    return manifest
+    return write_manifest(output, manifest, [companion.target for companion in work.companions])
 
 
 def _numel(shape: tuple[int, ...]) -> int:

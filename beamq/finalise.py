@@ -8,7 +8,7 @@ and `beamq.json`, the mark of a whole conversion, comes last.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from beamq.card import model_card
 from beamq.card_front import Origin, trace_origin
 from beamq.checkpoint import INDEX_NAME, Checkpoint
-from beamq.checksum import DEFAULT_ALGORITHM, shard_digest
+from beamq.checksum import DEFAULT_ALGORITHM, file_checksum, seal_of, shard_digest
 from beamq.formats.layout import hf_quant_config, quantization_config
 from beamq.journal import ShardRecord
 from beamq.output_folder import MANIFEST_NAME
@@ -55,8 +55,22 @@ def finalise(
     if plan.recipe.format == "nvfp4":
         write_json(output / "hf_quant_config.json", hf_quant_config(block))
     write_json(output / "config.json", output_config(source.config, block))
-    write_json(output / MANIFEST_NAME, manifest)
-    return manifest
+    return write_manifest(output, manifest, [*(c.target for c in plan.companions), *files])
+
+
+def write_manifest(
+    output: Path, manifest: Mapping[str, Any], others: Iterable[str]
+) -> dict[str, Any]:
+    """The last file: the manifest, with the checksums of `others` and of the configs, sealed.
+
+    The card is left out: people edit it, and `compare` writes into it.
+    """
+    names = {INDEX_NAME, "config.json", "hf_quant_config.json", *others} - {"README.md"}
+    present = sorted(name for name in names if (output / name).exists())
+    sealed = {**manifest, "files": {name: file_checksum(output / name) for name in present}}
+    sealed["seal"] = seal_of(sealed)
+    write_json(output / MANIFEST_NAME, sealed)
+    return sealed
 
 
 def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:

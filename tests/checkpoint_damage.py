@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.checkpoint import INDEX_NAME
-from beamq.checksum import new_checksum, shard_digest
+from beamq.checksum import file_checksum, new_checksum, seal_of, shard_digest
 from beamq.header import TensorSpec, read_header
 from tests import safetensors_edit
 from tests.safetensors_edit import Tensors
@@ -99,8 +99,14 @@ def resign(folder: Path) -> None:
         digest = shard_digest(header, digests.values(), manifest["checksum"])
         listed.append({"name": shard.name, "bytes": len(raw), "digest": digest, "tensors": digests})
     manifest["shards"] = listed
-    (folder / "beamq.json").write_text(json.dumps(manifest))
     edit_json(
         folder / INDEX_NAME,
         lambda index: index.update(metadata={"total_size": total}, weight_map=weight_map),
     )
+    manifest["files"] = {
+        name: file_checksum(folder / name, manifest["checksum"])
+        for name in manifest["files"]
+        if (folder / name).exists()
+    }
+    manifest["seal"] = seal_of(manifest)
+    (folder / "beamq.json").write_text(json.dumps(manifest))

@@ -49,6 +49,7 @@ CHECKS: dict[str, tuple[Level, str]] = {
     "engine.transformers": ("structure", "transformers does, where it has a loader (FP8)"),
     "checksums.tensors": ("tensors", "every tensor's bytes have the checksum in beamq.json"),
     "checksums.shards": ("tensors", "every shard's header and tensors add up to its checksum"),
+    "checksums.files": ("tensors", "every other file has the checksum in beamq.json"),
     "values.block-scales": ("tensors", "no NVFP4 block scale is NaN, zero or negative"),
     "values.row-scales": ("tensors", "every FP8 row scale is finite and positive"),
     "values.codes": ("tensors", "no FP8 code is NaN"),
@@ -197,6 +198,8 @@ def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> C
         said = entry.said or f"{entry.unit}: {entry.examined:,}"
         return CheckResult(name=name, status="pass", detail=said)
     reason = entry.skipped if entry is not None else None
+    if reason is None and level == "quick":
+        reason = "left out by --quick"
     if reason is None and needs == "forward" and level != "forward":
         reason = "needs --level forward"
     if reason is None and needs == "source" and not with_source:

@@ -38,11 +38,15 @@ from beamq.eval.origin import trace_source
 from beamq.eval.rounding import rounding_rule
 from beamq.eval.second_opinion import ask_second_opinion
 from beamq.eval.structure import check_scalars, take_inventory
+from beamq.eval.sums import check_files, check_sums, read_head
 from beamq.eval.tensors import Examiner, examine_all
 from beamq.small_files import user_path
 from beamq.sources import SourceRange
 
 DEFAULT_SAMPLE = 16
+Listing = tuple[dict[str, dict[str, Any]] | None, str]
+"""beamq.json's shards with their checksums (None where they are no use), and the algorithm."""
+LEVELS = ("structure", "quick", "tensors", "forward")
 _UNITS = {
     "checksums.tensors": "tensors",
     "values.block-scales": "scales",
@@ -60,25 +64,30 @@ def verify(
     checkpoint: str | Path,
     *,
     source: str | Path | None = None,
-    level: Literal["structure", "tensors", "forward"] = "tensors",
+    level: Literal["structure", "quick", "tensors", "forward"] = "tensors",
     workers: int | None = None,
     sample: int = DEFAULT_SAMPLE,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
     """Run every check that `level` and `source` allow; `report.ok` says whether none failed.
 
+    Level `quick` compares every byte with its checksum in beamq.json and looks at nothing else.
     `progress` is called in this thread with bytes done and bytes in all. `sample` linears are
     decoded a second time by Model-Optimizer or compressed-tensors; 0 leaves that out.
     Raises `CheckpointError` or `ConfigError` when `checkpoint` is no Beam folder, and what
     `open_checkpoint` and `map_sources` raise for `source`.
     """
-    if level not in ("structure", "tensors", "forward"):
-        raise UsageError(f"level is {level!r}, expected 'structure', 'tensors' or 'forward'")
+    if level not in LEVELS:
+        raise UsageError(f"level is {level!r}, expected one of {', '.join(LEVELS)}")
+    if level == "quick" and source is not None:
+        raise UsageError("--quick compares with beamq.json alone; leave out --source")
     if level == "forward" and source is None:
         raise UsageError("level forward runs the checkpoint beside its source; give --source")
     started = time.monotonic()
     ledger = Ledger()
     folder = read_folder(user_path(checkpoint), ledger)
+    if level == "quick":
+        return _quick(str(checkpoint), folder, ledger, started, workers, progress)
     fmt = declared_format(folder, ledger)
     check_config(folder, fmt, ledger)
     inventory = take_inventory(folder, fmt, ledger)
@@ -87,6 +96,9 @@ def verify(
     check_engines(folder, stored, ledger)
     nbytes = 0
     errors: list[RoleError] = []
+    listed: Listing = (None, DEFAULT_ALGORITHM)
+    if level != "structure":
+        listed = _listed_sums(folder, ledger)
     with ExitStack() as stack:
         origin: Checkpoint | None = None
         ranges: dict[str, SourceRange] = {}
@@ -99,7 +111,7 @@ def verify(
             check_scalars(opened, inventory, ledger)
             if level != "structure":
                 items = plan_items(inventory, ranges)
-                reader = _Reader(opened, origin, folder, ledger)
+                reader = _Reader(opened, origin, folder, listed, ledger)
                 nbytes, errors = reader.read(items, workers, progress)
                 linears = [item.linear for item in items if item.linear is not None]
                 ask_second_opinion(opened, linears, sample, ledger)
@@ -120,6 +132,64 @@ def verify(
     )
 
 
+def _quick(
+    name: str,
+    folder: Folder,
+    ledger: Ledger,
+    started: float,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> VerifyReport:
+    nbytes = 0
+    listed, algorithm = _listed_sums(folder, ledger)
+    opened = _open(folder, ledger)
+    if opened is not None:
+        with opened:
+            if listed is not None:
+                nbytes = check_sums(
+                    opened,
+                    folder,
+                    listed,
+                    algorithm,
+                    ledger,
+                    workers=workers or _threads(),
+                    progress=progress,
+                )
+    return VerifyReport(
+        checkpoint=name,
+        level="quick",
+        format=str((folder.block or {}).get("quant_algo", "not looked at"))[:40],
+        source=None,
+        checks=ledger.results("quick", with_source=False),
+        errors=(),
+        tensors=len(folder.tensors),
+        bytes_read=nbytes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _threads() -> int:
+    return min(os.cpu_count() or 1, 16)
+
+
+def _listed_sums(folder: Folder, ledger: Ledger) -> Listing:
+    """What beamq.json lists; the files beside the shards are compared with it here and now."""
+    manifest = folder.manifest or {}
+    listed = listed_shards(manifest) if manifest else None
+    algorithm = str(manifest.get("checksum"))
+    reason = None if listed else "no usable beamq.json; see manifest.present"
+    try:
+        new_checksum(algorithm if listed else DEFAULT_ALGORITHM)
+    except BeamqError as fault:
+        reason = str(fault)
+    if reason is None:
+        check_files(folder, algorithm, ledger)
+        return listed, algorithm
+    for name in ("checksums.tensors", "checksums.shards", "checksums.files"):
+        ledger.skip(name, reason)
+    return None, DEFAULT_ALGORITHM
+
+
 def _open(folder: Folder, ledger: Ledger) -> Checkpoint | None:
     """The folder opened for reading data, or None if its files do not allow it."""
     try:
@@ -128,7 +198,7 @@ def _open(folder: Folder, ledger: Ledger) -> Checkpoint | None:
         if not ledger.failed("files.readable", "files.index"):
             ledger.fault("files.readable", folder.root.name, str(fault))
         for name, (level, _) in CHECKS.items():
-            if level != "structure" or name.startswith("scales."):
+            if name != "checksums.files" and (level != "structure" or name.startswith("scales.")):
                 ledger.skip(name, "the files cannot be read as a whole; see files.*")
         return None
 
@@ -137,9 +207,15 @@ class _Reader:
     """The full pass over an opened checkpoint, filing what it finds."""
 
     def __init__(
-        self, opened: Checkpoint, origin: Checkpoint | None, folder: Folder, ledger: Ledger
+        self,
+        opened: Checkpoint,
+        origin: Checkpoint | None,
+        folder: Folder,
+        listed: Listing,
+        ledger: Ledger,
     ) -> None:
         self._opened = opened
+        self._listed = listed
         self._origin = origin
         self._folder = folder
         self._ledger = ledger
@@ -154,7 +230,7 @@ class _Reader:
         checksums, algorithm = self._checksums()
         rule = rounding_rule(self._folder.manifest)
         examiner = Examiner(self._opened, self._origin, checksums, algorithm, rule)
-        threads = workers or min(os.cpu_count() or 1, 16)
+        threads = workers or _threads()
         nbytes = 0
         totals: dict[str, _RoleTotal] = {}
         for outcome in examine_all(examiner, items, workers=threads, progress=progress):
@@ -173,20 +249,9 @@ class _Reader:
 
     def _checksums(self) -> tuple[dict[str, str], str]:
         """Tensor checksums that beamq.json lists, by name, and their algorithm."""
-        manifest = self._folder.manifest or {}
-        listed = listed_shards(manifest) if manifest else None
-        names = ("checksums.tensors", "checksums.shards")
+        listed, algorithm = self._listed
         if listed is None:
-            for name in names:
-                self._ledger.skip(name, "no usable beamq.json; see manifest.present")
-            return {}, DEFAULT_ALGORITHM
-        algorithm = str(manifest.get("checksum"))
-        try:
-            new_checksum(algorithm)
-        except BeamqError as fault:
-            for name in names:
-                self._ledger.skip(name, str(fault))
-            return {}, DEFAULT_ALGORITHM
+            return {}, algorithm
         self._check_shards(listed, algorithm)
         return {
             name: digest
@@ -202,11 +267,11 @@ class _Reader:
                 continue
             self._ledger.examined("checksums.shards", 1, "shards")
             tensors = listed[shard]["tensors"]
-            with (self._folder.root / shard).open("rb") as stream:
-                lead = stream.read(8)
-                header = lead + stream.read(int.from_bytes(lead, "little"))
             digests = [tensors.get(spec.name, "") for spec in specs]
-            if shard_digest(header, digests, algorithm) != listed[shard]["digest"]:
+            if (
+                shard_digest(read_head(self._folder.root / shard), digests, algorithm)
+                != listed[shard]["digest"]
+            ):
                 self._ledger.fault(
                     "checksums.shards", shard, "header or tensor list is not what was written"
                 )

@@ -92,7 +92,7 @@ def test_odd_sources(nano_copy: Path) -> None:
     assert found.format == "bf16"
     assert note(found, "packed")
     assert note(found, "1 router tensors are BF16")
-    assert note(found, "1 tensors that are not Beam's: mtp.?[31mnorm.weight")
+    assert note(found, r"1 tensors that are not Beam's: mtp.\x1b[31mnorm.weight")
     assert note(found, "1 KV-cache scales")
     assert note(found, "pytorch_model.bin")
     assert note(found, "claims compressed-tensors float-quantized, but no tensor is quantized")

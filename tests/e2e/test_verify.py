@@ -444,7 +444,10 @@ case("nvfp4", "flipped bit in a norm", lambda f: flip(f, NORM, 3), "checksums.te
 case("fp8", "swapped tensors", swap_in_header, "checksums.tensors", "checksums.shards",
      signed=False)
 case("nvfp4", "changed header", manifest(lambda d: d["shards"][1].update(digest="0" * 32)),
-     "checksums.shards", where="model-00002", signed=False)
+     "checksums.shards", "checksums.files", where="model-00002", signed=False)
+case("nvfp4", "flipped bit in the tokenizer",
+     lambda f: (f / "tokenizer.json").write_bytes(b"|" + (f / "tokenizer.json").read_bytes()[1:]),
+     "checksums.files", where="tokenizer.json", signed=False)
 for byte, word in ((0x7F, "NaN"), (0xFF, "negative NaN"), (0, "zero"), (0xB8, "negative")):
     case("nvfp4", f"{word} block scale",
          partial(poke, name=f"{EXPERT}.up_proj.weight_scale", data=bytes([byte]), at=5),
@@ -515,10 +518,13 @@ def test_swept_codes_are_judged_by_the_recipe_in_the_manifest(
     """Clipping is sound where a recipe sweeps, and a fault where none is known to."""
     folder = Path(shutil.copytree(made("nvfp4"), tmp_path / "swept"))
     assert verify(made("nvfp4-max"), source=beam_nano, sample=0).ok
-    manifest(lambda d: d["recipe"].update(scales="max"))(folder)
-    assert failed(verify(folder, source=beam_nano, sample=0)) == {"source.bound"}
-    manifest(lambda d: d.update(recipe=["sweep"]))(folder)
-    assert failed(verify(folder, source=beam_nano, sample=0)) == {"source.bound"}
+    for change in (
+        lambda d: d["recipe"].update(scales="max"),
+        lambda d: d.update(recipe=["sweep"]),
+    ):
+        manifest(change)(folder)
+        resign(folder)
+        assert failed(verify(folder, source=beam_nano, sample=0)) == {"source.bound"}
 
 
 def test_a_second_opinion_that_differs_is_a_failure(

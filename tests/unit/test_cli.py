@@ -53,7 +53,7 @@ SURFACE = {
         | CALIBRATION
         | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"},
     ),
-    "verify": ("checkpoint", TALK | {"--source", "--level", "--workers"}),
+    "verify": ("checkpoint", TALK | {"--source", "--level", "--quick", "--workers"}),
     "compare": (
         "source checkpoints",
         TALK

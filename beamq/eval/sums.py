@@ -1,0 +1,175 @@
+"""Checksums alone: is every byte of a folder the one that was written?
+
+In: a `Folder` whose beamq.json lists checksums. Out: findings under `checksums.*`. No value is
+looked at, no engine's rules are played through, no library is asked: this is the check for a copy
+that has crossed a network or lain on a disk for a year, at the speed of reading.
+
+Work items are runs of neighbouring tensors of a few MiB, read at once, or pieces of a large one;
+threads take them in file order. A shard's checksum is made from its header and from the checksums
+of its tensors as they are now.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from itertools import islice
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from beamq.checkpoint import Checkpoint
+from beamq.checksum import file_checksum, new_checksum, seal_of, shard_digest
+from beamq.errors import BeamqError
+from beamq.eval.checks import Ledger
+from beamq.eval.folder import MANIFEST_NAME, Folder
+from beamq.header import TensorSpec
+
+RUN_BYTES = 4 << 20
+NOT_WRITTEN = "its bytes are not those that were written"
+Listed = Mapping[str, Mapping[str, Any]]
+
+
+def check_files(folder: Folder, algorithm: str, ledger: Ledger) -> None:
+    """Every file but the shards, against beamq.json, and beamq.json against itself."""
+    manifest = folder.manifest or {}
+    listed, name = manifest.get("files"), "checksums.files"
+    if not isinstance(listed, dict):
+        ledger.skip(name, "beamq.json lists no files: of an earlier version")
+        return
+    if manifest.get("seal") != seal_of(manifest):
+        ledger.fault(name, MANIFEST_NAME, NOT_WRITTEN)
+    ledger.examined(name, len(listed) + 1, "files")
+    for file, digest in listed.items():
+        inside = PurePosixPath(file)
+        if inside.is_absolute() or ".." in inside.parts or "\0" in file:
+            ledger.fault(name, MANIFEST_NAME, f"names {file[:80]!r}, outside the folder")
+            continue
+        try:
+            found = file_checksum(folder.root / file, algorithm)
+        except BeamqError as fault:
+            ledger.fault(name, file, str(fault).removeprefix(f"{folder.root / file}: "))
+            continue
+        if found != digest:
+            ledger.fault(name, file, NOT_WRITTEN)
+
+
+def read_head(path: Path) -> bytes:
+    """A shard's length field and header."""
+    with path.open("rb") as stream:
+        lead = stream.read(8)
+        return lead + stream.read(int.from_bytes(lead, "little"))
+
+
+class SumReader:
+    """One pass of `check_sums`; buffers are per thread."""
+
+    def __init__(self, checkpoint: Checkpoint, algorithm: str) -> None:
+        self._checkpoint = checkpoint
+        self._algorithm = algorithm
+        self._buffers = threading.local()
+
+    def sums(self, run: Sequence[TensorSpec]) -> dict[str, str]:
+        """Checksums of neighbouring tensors. Raises `CheckpointError`, `DiskError`."""
+        first, last = run[0], run[-1]
+        if len(run) == 1 and first.nbytes > RUN_BYTES:
+            return {first.name: self._large(first)}
+        nbytes = last.offset + last.nbytes - first.offset
+        view = self._buffer()[:nbytes]
+        self._checkpoint.source.read(first.file, first.offset, view, first.name)
+        found = {}
+        for spec in run:
+            begin = spec.offset - first.offset
+            checksum = new_checksum(self._algorithm)
+            checksum.update(view[begin : begin + spec.nbytes])
+            found[spec.name] = checksum.hexdigest()
+        return found
+
+    def _large(self, spec: TensorSpec) -> str:
+        checksum = new_checksum(self._algorithm)
+        for start in range(0, spec.nbytes, RUN_BYTES):
+            view = self._buffer()[: min(RUN_BYTES, spec.nbytes - start)]
+            self._checkpoint.read_into(spec, view, start)
+            checksum.update(view)
+        return checksum.hexdigest()
+
+    def _buffer(self) -> memoryview:
+        buffers: dict[str, bytearray] = self._buffers.__dict__
+        if "run" not in buffers:
+            buffers["run"] = bytearray(RUN_BYTES)
+        return memoryview(buffers["run"])
+
+
+def check_sums(
+    checkpoint: Checkpoint,
+    folder: Folder,
+    listed: Listed,
+    algorithm: str,
+    ledger: Ledger,
+    *,
+    workers: int,
+    progress: Callable[[int, int], None] | None,
+) -> int:
+    """Tensors, then shards. Returns the bytes read."""
+    total = sum(spec.nbytes for specs in folder.shards.values() for spec in specs)
+    reader = SumReader(checkpoint, algorithm)
+    found: dict[str, str] = {}
+    done = 0
+    for run, sums in _in_threads(reader.sums, _runs(folder), workers):
+        found.update(sums)
+        done += sum(spec.nbytes for spec in run)
+        if progress is not None:
+            progress(done, total)
+    for shard, specs in folder.shards.items():
+        if shard not in listed:
+            continue  # a finding of manifest.present
+        tensors = listed[shard]["tensors"]
+        ledger.examined("checksums.tensors", len(specs), "tensors")
+        for spec in specs:
+            if found[spec.name] != tensors.get(spec.name):
+                ledger.fault("checksums.tensors", spec.name, f"{NOT_WRITTEN} ({shard})")
+        ledger.examined("checksums.shards", 1, "shards")
+        head = read_head(folder.root / shard)
+        if (
+            shard_digest(head, (found[spec.name] for spec in specs), algorithm)
+            != (listed[shard]["digest"])
+        ):
+            ledger.fault("checksums.shards", shard, NOT_WRITTEN)
+    return done
+
+
+def _runs(folder: Folder) -> Iterator[list[TensorSpec]]:
+    """Neighbouring tensors of a file, together at most `RUN_BYTES`, or one larger alone."""
+    for specs in folder.shards.values():
+        run: list[TensorSpec] = []
+        begin = 0
+        for spec in specs:
+            if run and spec.offset + spec.nbytes - begin > RUN_BYTES:
+                yield run
+                run = []
+            if not run:
+                begin = spec.offset
+            run.append(spec)
+        if run:
+            yield run
+
+
+def _in_threads(
+    work: Callable[[list[TensorSpec]], dict[str, str]],
+    runs: Iterator[list[TensorSpec]],
+    workers: int,
+) -> Iterator[tuple[list[TensorSpec], dict[str, str]]]:
+    """Results as they come, a few runs in flight for each worker."""
+    pending: dict[Future[dict[str, str]], list[TensorSpec]] = {}
+    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="beamq-sums") as pool:
+        try:
+            while True:
+                for run in islice(runs, 4 * workers - len(pending)):
+                    pending[pool.submit(work, run)] = run
+                if not pending:
+                    return
+                finished, _ = wait(pending, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    yield pending.pop(future), future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
