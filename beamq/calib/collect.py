@@ -226,6 +226,8 @@ def _by_rows(x_SK: torch.Tensor, offsets: Sequence[int]) -> tuple[torch.Tensor, 
     row_S = torch.linalg.vector_norm(x_SK, math.inf, dim=1).float()
     finite_S = row_S.isfinite()
     lengths = torch.tensor(np.diff(offsets), device=x_SK.device)
+    if not x_SK.shape[0]:
+        return torch.zeros_like(lengths, dtype=torch.float32), torch.zeros_like(lengths)
     amax = torch.segment_reduce(
         torch.where(finite_S, row_S, 0.0), "max", lengths=lengths, initial=0.0
     )

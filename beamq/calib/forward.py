@@ -133,7 +133,8 @@ class CalibrationPass:
             saved = None  # experts behind it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
         alone = isinstance(exchange, Alone)
-        gemm = gemm_backend(self._options.gemm)
+        plain = self._device.type == "cpu" and self._options.gemm == "auto"
+        gemm = gemm_backend("reference" if plain else self._options.gemm)
         with SuppliedLoader(
             self._checkpoint,
             self._config,

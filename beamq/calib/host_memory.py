@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 
 KEPT_KERNELS = "64"
 TRIM_SECONDS = 1.0
@@ -31,7 +32,7 @@ class HeapTrim:
 
     def __init__(self) -> None:
         try:
-            self._trim = ctypes.CDLL(None).malloc_trim
+            self._trim: Callable[[int], int] | None = ctypes.CDLL(None).malloc_trim
         except (AttributeError, OSError):
             self._trim = None
         self._next = 0.0

@@ -46,7 +46,7 @@ def calibrate(
     second_moments: bool = False,
     dtype: str = "bfloat16",
     device: str = "auto",
-    gemm: str = "reference",
+    gemm: str = "auto",
     max_device_memory: int | None = None,
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     resume: bool = False,

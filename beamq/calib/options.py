@@ -28,7 +28,8 @@ class CalibrationOptions:
     `data` are `--data` specs (none: the default text). `experts` "all" shows every expert every
     token, for statistics only. `percentile` (99.9, say) and `second_moments` ask for more than
     largest magnitudes. `dtype` is that of activations; `device` "auto" is the GPU where there is
-    one. `max_device_memory` is in bytes (None: what is free on a GPU, no limit on a CPU).
+    one, and `gemm` "auto" the fastest that works there. `max_device_memory` is in bytes (None:
+    what is free on a GPU, no limit on a CPU).
     """
 
     data: tuple[str, ...] = ()
@@ -40,7 +41,7 @@ class CalibrationOptions:
     second_moments: bool = False
     dtype: str = "bfloat16"
     device: str = "auto"
-    gemm: str = "reference"
+    gemm: str = "auto"
     max_device_memory: int | None = None
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ class TokenWatch:
         self._look(hidden, where)
 
     def _look(self, hidden: Sequence[torch.Tensor], where: str) -> None:
-        fine = torch.stack([_finite(h_TK) for h_TK in hidden]).tolist()
+        fine = [bool(_finite(h_TK)) for h_TK in hidden]  # some may lie on the host, some not
         first_row = 0
         for number, h_TK in enumerate(hidden):
             if not fine[number]:
