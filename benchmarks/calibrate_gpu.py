@@ -1,0 +1,64 @@
+"""One layer of real width on a GPU, BF16: time with calibration's collector against without.
+
+    python -m benchmarks.calibrate_gpu [--tokens 16384]
+
+Prefill in sequences of 2,048 tokens, random weights, medians. Peak memory includes the layer's
+weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+
+import torch
+
+from beamq.calib.collect import Collector
+from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.beam import decoder_layer
+from beamq.model.fill import tensor_bytes
+from beamq.model.linear import gemm_backend
+from benchmarks.gpu_timing import median_ms
+from benchmarks.random_layer import REAL, random_layer
+
+LENGTH = 2048
+
+
+def measure(kind: str, mlp: str, tokens: int) -> str:
+    """One line of the table."""
+    cuda, gemm = torch.device("cuda"), gemm_backend("auto")
+    layout = SequenceLayout.rectangle(tokens // LENGTH, LENGTH)
+    table = position_table(REAL, LENGTH, cuda)
+    weights = random_layer(REAL, kind, mlp, "bf16", cuda)
+    h_TK = torch.randn(tokens, REAL.hidden_size, device=cuda).bfloat16()
+
+    def layer(collector: Collector | None) -> None:
+        with torch.inference_mode():
+            decoder_layer(h_TK, weights, REAL, layout, table, gemm=gemm, observer=collector)
+        if collector is not None:
+            collector.take(0)
+
+    cells, times = [], []
+    for name, collector in (("forward", None), ("calibrating", Collector(REAL, cuda))):
+        torch.cuda.reset_peak_memory_stats()
+        times.append(median_ms(partial(layer, collector)))
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        cells.append(f"{name} {times[-1]:.2f} ms ({peak:.1f} GB)")
+    return (
+        f"{kind} {mlp}: {', '.join(cells)}: {times[1] / times[0]:.3f}x;"
+        f" weights {tensor_bytes(weights) / 1e9:.1f} GB"
+    )
+
+
+def main() -> None:
+    """Print one line for each kind of layer."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tokens", type=int, default=16_384)
+    tokens = parser.parse_args().tokens
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {tokens} tokens")
+    for kind, mlp in (("sliding", "sparse"), ("full", "sparse"), ("sliding", "dense")):
+        print(measure(kind, mlp, tokens), flush=True)
+
+
+if __name__ == "__main__":
+    main()
