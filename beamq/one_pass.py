@@ -72,7 +72,13 @@ class OnePass:
         self._method = plan.recipe.expert_method
         if self._method is not None:
             _check_exact(plan, options, ranks)
-        self._prepared = Prepared(checkpoint, options, ranks, visited=self._method is not None)
+        self._prepared = Prepared(
+            checkpoint,
+            options,
+            ranks,
+            visited=self._method is not None,
+            waiting_nbytes=_waiting_nbytes(plan),
+        )
         self._plan = plan
         self._state_folder = output / STATE_DIR / STATE_NAME
         self._statistics = statistics
@@ -177,6 +183,26 @@ class OnePass:
             if self._statistics is not None:
                 save_stats(stats, self._statistics)
         return stats
+
+
+def _waiting_nbytes(plan: Plan) -> int:
+    """Upper bound of what `TapEngine` holds of members whose partners are not in yet.
+
+    Partners are neighbours in the loader's list: of experts one group waits for each reader, of
+    all else one of each kind in a layer.
+    """
+    from beamq.model.load import reader_count  # torch, only where a model runs
+
+    experts = 0
+    others: dict[int | None, int] = {}
+    for job in plan.jobs:
+        role, largest = job.members[0].role, max(m.source.nbytes for m in job.members)
+        waits = job.source_nbytes - largest
+        if role.role is Role.EXPERT:
+            experts = max(experts, waits)
+        else:
+            others[role.layer] = others.get(role.layer, 0) + waits
+    return experts * (reader_count() + 1) + max(others.values(), default=0)
 
 
 def _check_exact(plan: Plan, options: CalibrationOptions, ranks: Ranks) -> None:

@@ -6,6 +6,7 @@ the options end the run here, before any work.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from beamq.calib.data import load_calibration_data
@@ -28,8 +29,10 @@ class Prepared:
         ranks: Ranks,
         *,
         visited: bool = False,
+        waiting_nbytes: int = 0,
     ) -> None:
-        """`visited`: experts will be rounded on the way, which takes memory too."""
+        """What a conversion on the way adds to memory: `visited`, that it rounds experts by their
+        inputs; `waiting_nbytes`, of members that wait for their partners."""
         from beamq.calib.device import choose_device, plan_device  # torch, only where a model runs
 
         self.checkpoint = checkpoint
@@ -44,7 +47,7 @@ class Prepared:
             sequence_length=length,
             seed=options.seed,
         )
-        self.plan = plan_device(
+        plan = plan_device(
             checkpoint,
             options,
             ranks,
@@ -53,6 +56,7 @@ class Prepared:
             length=self.data.sequence_length,
             visited=visited,
         )
+        self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
         self.fingerprint = checkpoint.content_digest()
 
     def data_record(self) -> dict[str, Any]:

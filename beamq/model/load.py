@@ -45,6 +45,11 @@ MAX_READERS = 16
 Tree = TypeVar("Tree")
 
 
+def reader_count() -> int:
+    """Threads that a loader reads with."""
+    return min(MAX_READERS, os.cpu_count() or 1)
+
+
 class LayerLoader:
     """Loads layers, slices of experts, embedding and head of one checkpoint. Thread safe."""
 
@@ -64,8 +69,7 @@ class LayerLoader:
         self.device = device
         self._tap = tap
         self._declared = declared_formats(checkpoint)
-        count = readers or min(MAX_READERS, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix="beamq-read")
+        self._pool = ThreadPoolExecutor(readers or reader_count(), thread_name_prefix="beamq-read")
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
