@@ -17,12 +17,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.checksum import new_checksum
 from beamq.eval.items import Item, Outcome
+from beamq.eval.rounding import Nvfp4Bound, rounding_rule
 from beamq.eval.structure import SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 from beamq.header import ITEMSIZE, TensorSpec
@@ -42,14 +44,14 @@ class Examiner:
         source: Checkpoint | None,
         checksums: Mapping[str, str],
         algorithm: str,
-        rule: str = "max",
+        manifest: Mapping[str, Any] | None = None,
     ) -> None:
-        """`rule` is by which NVFP4 codes were made (see `rounding`)."""
+        """`manifest` (beamq.json) tells by which rule codes were made (see `rounding`)."""
         self._checkpoint = checkpoint
         self._source = source
         self._checksums = checksums
         self._algorithm = algorithm
-        self._rule = rule
+        self._manifest = manifest
         self._buffers = threading.local()
 
     def examine(self, item: Item) -> Outcome:
@@ -139,6 +141,7 @@ class Examiner:
                 linear.module,
                 f"nothing can be decoded with the weight_scale_2 {global_scale}",
             )
+        bound = Nvfp4Bound(rounding_rule(self._manifest, item.role.role), k, global_scale)
         for start, codes in self._pieces(parts["weight"], k // 2, outcome, "codes"):
             if item.source is None or not usable:
                 continue
@@ -146,17 +149,12 @@ class Examiner:
             line = k * ITEMSIZE[item.source.spec.dtype]
             values = self._read_source(item.source, row * line, rows * line, outcome)
             block_scales = scales[row * k // 16 : (row + rows) * k // 16]
-            found = cpu.nvfp4_compare(
-                values,
-                item.source.spec.dtype,
-                codes,
-                block_scales,
-                k,
-                global_scale,
-                swept=self._rule == "sweep",
-            )
+            found = bound.compare(values, item.source.spec.dtype, codes, block_scales)
             outcome.compared(found, row, rows, k)
         _bound_fault(outcome)
+        fault = bound.fault()
+        if fault is not None:
+            outcome.fault("source.bound", linear.module, fault)
 
     def _fp8(self, item: Item, linear: Linear, outcome: Outcome) -> None:
         k = linear.shape[1]

@@ -35,7 +35,6 @@ from beamq.eval.config_checks import (
 from beamq.eval.folder import Folder, listed_shards, read_folder
 from beamq.eval.items import Item, Outcome, Sums, plan_items
 from beamq.eval.origin import trace_source
-from beamq.eval.rounding import rounding_rule
 from beamq.eval.second_opinion import ask_second_opinion
 from beamq.eval.structure import check_scalars, take_inventory
 from beamq.eval.sums import check_files, check_sums, read_head
@@ -228,8 +227,7 @@ class _Reader:
     ) -> tuple[int, list[RoleError]]:
         """Returns bytes read and the quantization error by role."""
         checksums, algorithm = self._checksums()
-        rule = rounding_rule(self._folder.manifest)
-        examiner = Examiner(self._opened, self._origin, checksums, algorithm, rule)
+        examiner = Examiner(self._opened, self._origin, checksums, algorithm, self._folder.manifest)
         threads = workers or _threads()
         nbytes = 0
         totals: dict[str, _RoleTotal] = {}

@@ -45,7 +45,9 @@ def bf16(data: bytes, shape: list[int]) -> np.ndarray:
 
 
 def convert(source: Path, output: Path, recipe: str = "nvfp4", **options: object) -> Path:
-    if recipe.startswith("nvfp4") and "calibration" not in options:
+    if recipe == "nvfp4-gptq":
+        options |= {"samples": 4, "sequence_length": 64}
+    elif recipe.startswith("nvfp4") and "calibration" not in options:
         options["no_calibration"] = True
     quantize(source, output, recipe=recipe, **options)  # type: ignore[arg-type]
     return output

@@ -19,6 +19,7 @@ def test_the_built_in_recipes_are_those_of_the_design() -> None:
     assert rules == {
         "nvfp4": {Role.EXPERT: "nvfp4"},
         "nvfp4-max": {Role.EXPERT: "nvfp4"},
+        "nvfp4-gptq": {Role.EXPERT: "nvfp4"},
         "nvfp4-mlp": dict.fromkeys(linears[:2], "nvfp4"),
         "nvfp4-all": dict.fromkeys(linears, "nvfp4"),
         "fp8": dict.fromkeys(linears, "fp8"),
@@ -26,7 +27,10 @@ def test_the_built_in_recipes_are_those_of_the_design() -> None:
     }
     assert all(load_recipe(name).name == name for name in BUILT_IN)
     swept = {name for name in BUILT_IN if load_recipe(name).scales == "sweep"}
-    assert swept == {"nvfp4", "nvfp4-mlp", "nvfp4-all"}
+    assert swept == {"nvfp4", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all"}
+    methods = {name: load_recipe(name).expert_method for name in BUILT_IN}
+    assert {name for name, method in methods.items() if method} == {"nvfp4-gptq"}
+    assert methods["nvfp4-gptq"] == "gptq"
 
 
 def test_scales_are_swept_unless_it_says_otherwise() -> None:
@@ -34,6 +38,9 @@ def test_scales_are_swept_unless_it_says_otherwise() -> None:
     assert parse_recipe({**GOOD, "scales": "max"}).scales == "max"
     assert parse_recipe({**GOOD, "rules": {"expert": "fp8"}}).scales == "max"
     assert parse_recipe(GOOD).digest() != parse_recipe({**GOOD, "scales": "max"}).digest()
+    weighed = parse_recipe({**GOOD, "weighting": "second-moment"})
+    assert weighed.expert_method == "second-moment"
+    assert parse_recipe(weighed.to_dict()) == weighed
 
 
 BAD: dict[str, tuple[dict[str, object], str]] = {
@@ -44,6 +51,19 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "unknown format": ({"rules": {"expert": "int4"}}, "expected nvfp4 or fp8"),
     "mixed": ({"rules": {"expert": "nvfp4", "attention": "fp8"}}, "SGLang refuses"),
     "unknown scales": ({"scales": "best"}, "expected sweep or max"),
+    "gptq without experts": (
+        {"rules": {"attention": "nvfp4"}, "rounding": "gptq"},
+        "for experts in NVFP4",
+    ),
+    "gptq in fp8": ({"rules": {"expert": "fp8"}, "rounding": "gptq"}, "for experts in NVFP4"),
+    "gptq with max": ({"rounding": "gptq", "scales": "max"}, "leave out scales: max"),
+    "gptq twice weighed": (
+        {"rounding": "gptq", "weighting": "second-moment"},
+        "leave out weighting",
+    ),
+    "weights with max": ({"weighting": "second-moment", "scales": "max"}, "leave out scales"),
+    "unknown rounding": ({"rounding": "up"}, "expected nearest or gptq"),
+    "unknown weighting": ({"weighting": "amax"}, "expected none or second-moment"),
     "swept fp8": ({"rules": {"expert": "fp8"}, "scales": "sweep"}, "expected max"),
     "kv cache": ({"kv_cache": "int8"}, "kv_cache"),
     "exclude not a list": ({"exclude": "gate"}, "list of patterns"),
