@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from beamq.checkpoint import HUB_STAMP, Checkpoint
-from beamq.errors import UsageError
+from beamq.errors import CheckpointError, UsageError
 from beamq.hub_repo import parse_hub_id
 from beamq.plan import Plan
 from beamq.roles import Role
+from beamq.small_files import parse_yaml, read_small
 
 MAX_CARD_BYTES = 1 << 20
 LAYOUT_TAGS = {"nvfp4": "modelopt", "fp8": "compressed-tensors"}
@@ -87,16 +88,10 @@ def could_be_path(text: str) -> bool:
 
 def front_matter(card: Path) -> dict[str, Any]:
     """YAML front matter of a card, or nothing if absent or unreadable."""
-    import yaml  # only where a card is written
-
     try:
-        if card.stat().st_size > MAX_CARD_BYTES:
-            return {}
-        text = card.read_text(encoding="utf-8")
-        if not text.startswith("---"):
-            return {}
-        parsed = yaml.safe_load(text[3:].split("\n---", 1)[0])
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError):
+        text = read_small(card, CheckpointError, MAX_CARD_BYTES).decode("utf-8")
+        parsed = parse_yaml(text[3:].split("\n---", 1)[0]) if text.startswith("---") else None
+    except (CheckpointError, ValueError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
 

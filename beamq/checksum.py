@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ except ImportError:  # pragma: no cover - bare GPU machines
 
 XXH3 = "xxh3-128"
 SHA256 = "sha256"
+_DIGEST = re.compile(r"[0-9a-f]{8,128}")
 PIECE_BYTES = 1 << 20
 DEFAULT_ALGORITHM = SHA256 if xxhash is None else XXH3
 
@@ -56,6 +58,11 @@ def shard_digest(header: bytes, tensors: Iterable[str], algorithm: str = DEFAULT
     for digest in tensors:
         checksum.update(digest.encode())
     return checksum.hexdigest()
+
+
+def is_digest(value: Any) -> bool:
+    """Whether a value from somebody's file has the form of a checksum."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
 
 
 def file_checksum(path: Path, algorithm: str = DEFAULT_ALGORITHM) -> str:

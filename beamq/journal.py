@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from beamq.checkpoint import HUB_STAMP
+from beamq.checksum import is_digest
 from beamq.errors import OutputBusyError, ResumeError
 from beamq.shards import disk_errors, make_folder, sync_folder, write_file
 from beamq.small_files import parse_json, read_small
@@ -181,7 +182,7 @@ def _record(entry: Mapping[str, Any]) -> ShardRecord | None:
         isinstance(entry["name"], str)
         and isinstance(entry["nbytes"], int)
         and isinstance(tensors, dict)
-        and all(isinstance(digest, str) for digest in tensors.values())
+        and all(is_digest(digest) for digest in tensors.values())
         and sound_counts(entry["counts"])
     )
     return ShardRecord(**entry) if sound else None

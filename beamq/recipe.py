@@ -39,7 +39,7 @@ from typing import Any
 
 from beamq.errors import RecipeError
 from beamq.roles import QUANTIZABLE, Role
-from beamq.small_files import read_small
+from beamq.small_files import parse_yaml, read_small
 
 FORMATS = ("nvfp4", "fp8")
 BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
@@ -133,16 +133,10 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def _from_yaml(text: str, origin: str) -> Recipe:
-    import yaml  # only where a recipe is read
-
     try:
-        # Aliases let a kilobyte stand for gigabytes; a recipe has no use for them.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise RecipeError(f"{origin}: aliases (*name) are not allowed in a recipe")
-        data = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as fault:
-        detail = " ".join(str(fault).split())[:160]
-        raise RecipeError(f"{origin}: not valid YAML: {detail}") from None
+        data = parse_yaml(text)
+    except ValueError as fault:
+        raise RecipeError(f"{origin}: not valid YAML: {fault}") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{origin}: holds a {type(data).__name__}, expected keys and values")
     return parse_recipe(data, origin=origin)

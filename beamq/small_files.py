@@ -31,6 +31,8 @@ MACHINE_FAULTS = {
     errno.EMFILE: "raise the limit (ulimit -n)",
     errno.ENFILE: "the machine has too many files open",
 }
+MAX_YAML_DEPTH = 16
+MAX_YAML = 1 << 16  # the parser manages some hundred kilobytes a second
 BYTES_PER_BRACKET = 8  # a tensor's entry in a header has 3 brackets in at least 50 bytes
 
 
@@ -120,3 +122,26 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         shown = ", ".join(name[:60] for name in twice[:3])
         raise ValueError(f"{len(twice)} names are there twice: {shown}")
     return found
+
+
+def parse_yaml(text: str) -> Any:
+    """A few lines of YAML as plain data. Raises `ValueError` for anything that is amiss.
+
+    Aliases are refused: with them a kilobyte can stand for gigabytes, and nobody needs them here.
+    """
+    import yaml  # only where there is some to parse
+
+    if len(text) > MAX_YAML:
+        raise ValueError(f"{len(text)} characters of YAML, expected at most {MAX_YAML}")
+    try:
+        depth = 0
+        for event in yaml.parse(text):  # lazily, so that nothing deep is ever gone into
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("aliases (*name) are not allowed")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH:
+                raise ValueError("nested too deeply")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, OverflowError) as fault:
+        raise ValueError(" ".join(str(fault).split())[:160]) from None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, safe_file_name
+from beamq.checksum import is_digest
 from beamq.config import BeamConfig, read_config, read_json_object
 from beamq.errors import CheckpointError
 from beamq.eval.checks import Ledger, few
@@ -148,7 +149,9 @@ def _check_index(folder: Folder, ledger: Ledger) -> None:
         spec = folder.tensors.get(name)
         if spec is None:
             # Where the whole file is unreadable, that is the finding.
-            if file in folder.shards:
+            if not isinstance(file, str):
+                ledger.fault("files.index", name, f"the index says {str(file)[:60]}, not a file")
+            elif file in folder.shards:
                 ledger.fault("files.index", name, f"not in {file}, where the index puts it")
         elif spec.file != file:
             ledger.fault("files.index", name, f"is in {spec.file}, the index says {file}")
@@ -230,9 +233,9 @@ def listed_shards(manifest: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
         if not isinstance(shard, dict) or not isinstance(shard.get("name"), str):
             return None
         tensors = shard.get("tensors")
-        if not isinstance(shard.get("digest"), str) or not isinstance(tensors, dict):
+        if not is_digest(shard.get("digest")) or not isinstance(tensors, dict):
             return None
-        if not all(isinstance(digest, str) for digest in tensors.values()):
+        if not all(is_digest(digest) for digest in tensors.values()):
             return None
         listed[shard["name"]] = shard
     return listed

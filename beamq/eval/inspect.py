@@ -115,6 +115,7 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     notes += claim_notes(form, declared, manifest)
     notes += tensor_notes(tensors, config, form)
     made = manifest or {}
+    versions = made.get("versions")
     return Inspection(
         checkpoint=name,
         format=form,
@@ -131,7 +132,7 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
         recipe=_text(_dig(made, "recipe", "name")),
         made_by=f"beamq {made['beamq']}" if _text(made.get("beamq")) else _producer(raw, hf),
         input_scales=_text(_dig(made, "input_scales", "description")),
-        versions={str(k): str(v) for k, v in (_dig(made, "versions") or {}).items()},
+        versions={k: str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
         notes=tuple(notes),
     )
 
