@@ -1,0 +1,52 @@
+"""A push that is killed at any stage leaves nothing that could be loaded half, and goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hub_server import Fault, HubServer, environment
+
+from beamq.hub import LAST_NAMES, push
+from tests.e2e.test_push import REPO, hub, output, sent, there  # noqa: F401
+
+STAGES = {
+    "the repository is looked up": Fault("POST", "/api/repos/create", times=99, wait=30),
+    "no shard has arrived": Fault("PUT", "/lfs/", times=99, wait=30),
+    "two shards have arrived": Fault("PUT", "/lfs/", times=99, wait=30, skip=2),
+    "all shards have arrived": Fault("POST", "/commit/", times=99, wait=30),
+    "shards are committed, configs are not": Fault("POST", "/commit/", times=99, wait=30, skip=1),
+}
+
+
+@pytest.mark.parametrize("fault", STAGES.values(), ids=STAGES.keys())
+def test_a_push_that_is_killed(
+    hub: HubServer,  # noqa: F811
+    output: Path,  # noqa: F811
+    tmp_path: Path,
+    fault: Fault,
+    record_property: Callable[[str, object], None],
+) -> None:
+    stalled = Fault(fault.method, fault.path, times=99, wait=30, skip=fault.skip)
+    hub.faults.append(stalled)
+    code = "import sys; from beamq.hub import push; push(sys.argv[1], sys.argv[2])"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(output), REPO], env=environment(hub, tmp_path / "hf")
+    )
+    end = time.monotonic() + 60
+    while stalled.times == 99 and process.poll() is None:
+        assert time.monotonic() < end, "it never came so far"
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    left = set(there(hub)) if REPO in hub.repos else set()
+    if set(LAST_NAMES) & left:
+        assert left == set(sent(output)), "what makes it loadable comes with all it names"
+    hub.faults.clear()
+    push(output, REPO)
+    assert there(hub) == sent(output)
+    record_property("kills", 1)
