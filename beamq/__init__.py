@@ -6,6 +6,7 @@ Everything the command line does is one call here:
     calibrate, merge_statistics         what a model's linears see on text, for input scales
     verify, inspect_checkpoint          is a folder what the engines will load? what is it?
     compare, write_report               what did quantization cost, and what did it save?
+    sensitivity                         what does each part cost alone, which to leave precise?
     push                                publish a folder on the Hub
     logits                              Beam's own forward pass over any of its formats
     open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
@@ -55,7 +56,9 @@ if TYPE_CHECKING:
     from beamq.eval.compare import compare
     from beamq.eval.comparison import Comparison
     from beamq.eval.inspect import Inspection, inspect_checkpoint
+    from beamq.eval.parts import Sensitivity
     from beamq.eval.report import write_report
+    from beamq.eval.sensitivity import sensitivity
     from beamq.eval.verify import verify
     from beamq.header import TensorSpec
     from beamq.hub import PushResult, push
@@ -94,6 +97,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "ResumeError",
+    "Sensitivity",
     "TensorError",
     "TensorSpec",
     "UsageError",
@@ -110,6 +114,7 @@ __all__ = [
     "open_checkpoint",
     "push",
     "quantize",
+    "sensitivity",
     "verify",
     "write_report",
 ]
@@ -126,6 +131,8 @@ _HOMES = {
     "beamq.eval.comparison": ("Comparison",),
     "beamq.eval.report": ("write_report",),
     "beamq.eval.inspect": ("Inspection", "inspect_checkpoint"),
+    "beamq.eval.parts": ("Sensitivity",),
+    "beamq.eval.sensitivity": ("sensitivity",),
     "beamq.eval.verify": ("verify",),
     "beamq.header": ("TensorSpec",),
     "beamq.hub": ("PushResult", "push"),

@@ -44,6 +44,7 @@ from beamq.cli_options import (
     Verbose,
     Workers,
 )
+from beamq.cli_sensitivity import sensitivity
 from beamq.version import __version__
 
 if TYPE_CHECKING:
@@ -336,6 +337,7 @@ def verify(
 
 
 app.command()(compare)
+app.command()(sensitivity)
 
 
 @app.command()

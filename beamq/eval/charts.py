@@ -75,7 +75,7 @@ def charts(comparison: Comparison) -> list[Chart]:
             title="Hidden state error after each layer",
             text="Error of the hidden states over their size, all tokens together. A step up is"
             " a layer that hurts.",
-            svg=_svg("hidden", lambda axes: _hidden(axes, candidates)),
+            svg=drawing("hidden", lambda axes: _hidden(axes, candidates)),
         )
     ]
     if any(layer.router is not None for layer in candidates[0].layers):
@@ -85,7 +85,7 @@ def charts(comparison: Comparison) -> list[Chart]:
                 title="Router agreement by layer",
                 text="Of the experts that the source's router chooses for a token, how many the"
                 " candidate's chooses too.",
-                svg=_svg("router", lambda axes: _router(axes, candidates)),
+                svg=drawing("router", lambda axes: _router(axes, candidates)),
             )
         )
     drawn += [
@@ -93,19 +93,20 @@ def charts(comparison: Comparison) -> list[Chart]:
             key="kld",
             title="KL divergence of single tokens",
             text="Share of tokens by KL divergence from the source, nats on a log scale.",
-            svg=_svg("kld", lambda axes: _histogram(axes, candidates)),
+            svg=drawing("kld", lambda axes: _histogram(axes, candidates)),
         ),
         Chart(
             key="memory",
             title="Bytes on disk",
             text="Every file of each folder.",
-            svg=_svg("memory", lambda axes: _bars(axes, comparison), len(candidates) + 1),
+            svg=drawing("memory", lambda axes: _bars(axes, comparison), len(candidates) + 1),
         ),
     ]
     return drawn
 
 
-def _svg(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
+def drawing(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
+    """What `draw` makes of empty axes, as markup; `bars` makes it as high as so many need."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -132,16 +133,18 @@ def _for_page(svg: str, key: str) -> str:
     return re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL).replace("&#8722;", "-")
 
 
-def _color(place: int) -> str:
+def color(place: int) -> str:
+    """The stand-in colour of a series."""
     return f"#03030{place % SERIES}"
 
 
-def _lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
+def lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
+    """Named series over layers, with a legend."""
     for place, (name, layers, values) in enumerate(series):
         axes.plot(
             layers,
             values,
-            color=_color(place),
+            color=color(place),
             marker=_MARKERS[place % len(_MARKERS)],
             markersize=3.5,
             linewidth=1.4,
@@ -159,7 +162,7 @@ def _whole_numbers(axes: Axes) -> None:
 
 
 def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
-    _lines(
+    lines(
         axes,
         [
             (
@@ -182,7 +185,7 @@ def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
         series.append(
             (candidate.member.name, layers, [100 * router.overlap.value for _, router in routers])
         )
-    _lines(axes, series)
+    lines(axes, series)
     axes.set_ylabel("same experts, %")
     axes.set_ylim(top=100.2)
 
@@ -196,8 +199,8 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
         name = _short(candidate.member.name)
         if found.below:
             name += f" ({found.below / candidate.divergence.tokens:.0%} less)"
-        axes.stairs(shares, edges, color=_color(place), linewidth=1.4, label=name)
-        axes.stairs(shares, edges, color=_color(place), alpha=0.15, fill=True)
+        axes.stairs(shares, edges, color=color(place), linewidth=1.4, label=name)
+        axes.stairs(shares, edges, color=color(place), alpha=0.15, fill=True)
         seen = [n for n, count in enumerate(found.counts) if count]
         if seen:
             low, high = min(low, edges[seen[0]]), max(high, edges[seen[-1] + 1])
@@ -213,7 +216,7 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
 def _bars(axes: Axes, comparison: Comparison) -> None:
     members = [comparison.source, *(each.member for each in comparison.candidates)]
     sizes = [member.footprint.disk for member in members]
-    colors = [_GRID, *(_color(place) for place in range(len(members) - 1))]
+    colors = [_GRID, *(color(place) for place in range(len(members) - 1))]
     places, gap = range(len(members)), 0.01 * max(sizes)
     axes.barh(places, sizes, color=colors, height=0.62)
     for place, size in zip(places, sizes, strict=True):

@@ -118,7 +118,7 @@ def run_side_by_side(
     checkpoints = [source, *candidates]
     configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
     for checkpoint, config in zip(candidates, configs[1:], strict=True):
-        _expect_alike(configs[0], config, checkpoint.name)
+        expect_alike(configs[0], config, checkpoint.name)
     with _loaders(checkpoints, configs, options) as loaders:
         run = _SideBySide(loaders, ids_BT, options)
         run.layers(progress)
@@ -260,7 +260,8 @@ def _following(rows_BT: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows_BT[:, 1:], ends_B1), dim=1).flatten()
 
 
-def _expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
+def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
+    """Raise `ConfigError` unless both configs are of one model's shapes."""
     for key in SHAPES:
         if getattr(base, key) != getattr(other, key):
             raise ConfigError(

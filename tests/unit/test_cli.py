@@ -60,6 +60,12 @@ SURFACE = {
         | {"--data", "--samples", "--sequence-length", "--seed", "--dtype", "--device"}
         | {"--report", "--write-card", "--gemm"},
     ),
+    "sensitivity": (
+        "source checkpoint",
+        TALK
+        | {"--data", "--samples", "--sequence-length", "--seed", "--dtype", "--device", "--gemm"}
+        | {"--exclude-worst", "--max-kl", "--target-bits", "--write-recipe", "--report"},
+    ),
     "inspect": ("checkpoint", TALK - {"--verbose -v"}),
     "dequantize": ("checkpoint output", RUN | TALK - {"--verbose -v"}),
     "push": (

@@ -1,0 +1,128 @@
+"""Sensitivity on nano: branches are what models with one quantized part would be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from beamq.calib.layerwise import calibrate
+from beamq.cli import app
+from beamq.convert import quantize
+from beamq.errors import UsageError
+from beamq.eval.compare import compare
+from beamq.eval.sensitivity import sensitivity
+from beamq.eval.verify import verify
+from beamq.roles import Role
+
+SMALL = {"samples": 4, "sequence_length": 128}
+TEXT = {"samples": 6, "sequence_length": 96}
+
+
+@pytest.fixture(scope="module")
+def made(beam_nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with statistics and `all`, nano with all linears in NVFP4."""
+    folder = tmp_path_factory.mktemp("sensitivity")
+    calibrate(beam_nano, folder / "stats", **SMALL)
+    quantize(beam_nano, folder / "all", recipe="nvfp4-all", calibration=folder / "stats")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("layer", "role", "others"),
+    [
+        (0, Role.ATTENTION, r"re:(?!model\.layers\.0\.self_attn\.).*_proj"),
+        (1, Role.DENSE_MLP, r"re:(?!model\.layers\.1\.mlp\.).*_proj"),
+        (5, Role.EXPERT, r"re:(?!model\.layers\.5\.mlp\.).*_proj"),
+    ],
+)
+def test_a_branch_is_the_model_with_that_part_quantized(
+    made: Path, beam_nano: Path, tmp_path: Path, layer: int, role: Role, others: str
+) -> None:
+    found = sensitivity(beam_nano, made / "all", **TEXT)
+    part = next(p for p in found.parts if (p.layer, p.role) == (layer, role))
+    quantize(
+        beam_nano,
+        tmp_path / "one",
+        recipe="nvfp4-all",
+        calibration=made / "stats",
+        exclude=[others],
+    )
+    both = compare(beam_nano, [tmp_path / "one", made / "all"], **TEXT).candidates
+    assert part.kld.value == pytest.approx(both[0].divergence.mean_kld.value, rel=1e-6)
+    assert part.same_top.value == both[0].divergence.same_top.value
+    assert found.whole.value == pytest.approx(both[1].divergence.mean_kld.value, rel=1e-6)
+    saved = both[0].member.footprint.tensors - both[1].member.footprint.tensors
+    assert part.extra_nbytes == sum(p.extra_nbytes for p in found.parts) - saved
+
+
+def test_parts_are_all_that_is_quantized(made: Path, beam_nano: Path) -> None:
+    found = sensitivity(beam_nano, made / "all", **TEXT)
+    units = {(p.layer, p.role) for p in found.parts}
+    assert units == {
+        *((layer, Role.ATTENTION) for layer in range(8)),
+        *((layer, Role.DENSE_MLP) for layer in range(3)),
+        *((layer, Role.EXPERT) for layer in range(3, 8)),
+    }
+    assert all(p.kld.value > 0 and p.extra_nbytes > 0 for p in found.parts)
+    assert 0.5 < found.sum_kld / found.whole.value < 2
+    weights = sensitivity(beam_nano, made / "all", gemm="weights-only", **TEXT)
+    assert weights.sum_kld < found.sum_kld
+
+
+def test_an_unquantized_checkpoint_has_no_parts(beam_nano: Path) -> None:
+    with pytest.raises(UsageError, match="nothing in it is quantized"):
+        sensitivity(beam_nano, beam_nano, **TEXT)
+
+
+def test_the_command_writes_a_recipe_that_keeps_its_word(
+    made: Path, beam_nano: Path, tmp_path: Path
+) -> None:
+    recipe, report = tmp_path / "spared.yaml", tmp_path / "report"
+    given = ["sensitivity", str(beam_nano), str(made / "all"), "--samples", "6",
+             "--sequence-length", "96", "--exclude-worst", "4"]  # fmt: skip
+    ran = CliRunner().invoke(
+        app, [*given, "--json", "--write-recipe", str(recipe), "--report", str(report)]
+    )
+    assert ran.exit_code == 0, ran.output
+    shown = json.loads(ran.stdout)
+    assert shown["recipe_file"] == str(recipe)
+    assert len(shown["choice"]["spared"]) == 4
+    written = json.loads((report / "sensitivity.json").read_text())
+    assert written["choice"] == shown["choice"]
+    assert written["parts"] == shown["parts"]
+    page = (report / "sensitivity.html").read_text()
+    assert page.count("<svg") == 2
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "attention of layer" in (report / "sensitivity.md").read_text()
+
+    output = tmp_path / "spared"
+    quantize(beam_nano, output, recipe=str(recipe), calibration=made / "stats")
+    assert verify(output, source=beam_nano, sample=0).ok
+    found = compare(beam_nano, [output], **TEXT).candidates[0]
+    predicted = shown["choice"]["predicted_kld"]
+    assert found.divergence.mean_kld.value == pytest.approx(predicted, rel=0.3)
+    assert found.member.footprint.tensors == shown["choice"]["tensor_bytes"]
+    text = CliRunner().invoke(app, given)
+    assert text.exit_code == 0
+    assert "Left precise: " in text.stdout
+    assert "nats per GB" in text.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--write-recipe", "x.yaml"], "needs --exclude-worst"),
+        (["--exclude-worst", "1", "--max-kl", "1"], "give one of"),
+        (["--exclude-worst", "1", "--write-recipe", "x.json"], "ends in .yaml"),
+        (["--exclude-worst", "99"], "from 1 to 15"),
+    ],
+)
+def test_faulty_options(made: Path, beam_nano: Path, options: list[str], message: str) -> None:
+    base = ["sensitivity", str(beam_nano), str(made / "all"), "--samples", "1",
+            "--sequence-length", "16"]  # fmt: skip
+    ran = CliRunner().invoke(app, [*base, *options])
+    assert ran.exit_code == 2
+    assert message in " ".join(ran.stderr.split())
