@@ -170,6 +170,18 @@ class Checkpoint:
                 digest.update(next(values))
         return digest.hexdigest()
 
+    def check_unchanged(self) -> None:
+        """Raise `CheckpointError` if a shard is no longer the file whose header was read.
+
+        For the end of a run: what was read must be what was planned with, to the last byte.
+        """
+        changed = self.source.changed()
+        if changed is not None:
+            raise CheckpointError(
+                f"{self.name}/{changed}: changed while it was read, so the output would mix two"
+                " models; leave the source alone and start again with --overwrite"
+            )
+
     def close(self) -> None:
         """Close every open file."""
         self.source.close()

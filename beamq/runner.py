@@ -22,7 +22,7 @@ from beamq.checksum import DEFAULT_ALGORITHM
 from beamq.config import read_json_object
 from beamq.cpu_engine import HELD_BYTES, PIECE_BYTES
 from beamq.crew import Crew
-from beamq.errors import CheckpointError, Interrupted, MemoryBudgetError, ResumeError
+from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
 from beamq.fetch_order import DEFAULT_CACHE_BYTES, check_budget
 from beamq.journal import (
     STATE_DIR,
@@ -191,7 +191,7 @@ class Runner:
                 journal.open()
             with self._ranks.meeting():
                 self._convert(journal)
-                self._check_source()
+                self._checkpoint.check_unchanged()
             if not self._ranks.first:
                 return None, kept
             journal.load()
@@ -221,15 +221,6 @@ class Runner:
         if not sound_counts(manifest.get("counts", {})):
             raise ResumeError(f"{path}: its counts are damaged; start again with --overwrite")
         return manifest
-
-    def _check_source(self) -> None:
-        """What was read must be what was planned with, to the last byte of the last shard."""
-        changed = self._checkpoint.source.changed()
-        if changed is not None:
-            raise CheckpointError(
-                f"{self._checkpoint.name}/{changed}: changed while it was read, so the output"
-                " would mix two models; leave the source alone and start again with --overwrite"
-            )
 
     def _begin(self, journal: Journal) -> None:
         """First rank: make the folder ready, finish renames that a crash cut short."""

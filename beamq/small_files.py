@@ -38,6 +38,8 @@ BYTES_PER_BRACKET = 8  # a tensor's entry in a header has 3 brackets in at least
 
 def user_path(text: str | Path) -> Path:
     """A path as a user gave it, with `~` resolved. Raises `UsageError` where it cannot be one."""
+    if not str(text):
+        raise UsageError("an empty path; expected a folder or a file")
     try:
         path = Path(text).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):

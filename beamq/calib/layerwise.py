@@ -23,6 +23,7 @@ from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.journal import OutputLock
 from beamq.ranks import current_ranks
+from beamq.shards import disk_errors, make_folder
 from beamq.signals import stop_on_signals
 from beamq.sources import map_sources
 
@@ -135,14 +136,17 @@ def _run(
     try:
         with ranks.meeting():
             if ranks.first:
-                if overwrite:
-                    state.remove()
-                state.begin(resume=resume)
+                with disk_errors(state.folder, "creating the state folder"):
+                    make_folder(state.folder)
                 lock = OutputLock(state.folder)
+                if overwrite:
+                    state.clear()
+                state.begin(resume=resume)
         with ranks.talking():
             result = run_pass(prepared, state, on_layer)
         with ranks.meeting():
             if ranks.first:
+                prepared.checkpoint.check_unchanged()
                 save_stats(result, target)
                 state.remove()
         return result

@@ -135,8 +135,19 @@ class RunState:
         with disk_errors(self.folder, "removing"):
             shutil.rmtree(self.folder, ignore_errors=True)
 
+    def clear(self) -> None:
+        """Delete what an earlier run saved, the identity first; the lock stays."""
+        with disk_errors(self.folder, "removing the old state"):
+            for name in sorted(self._files(), key=lambda name: name != IDENTITY):
+                (self.folder / name).unlink()
+
     def _files(self) -> list[str]:
-        return sorted(path.name for path in self.folder.iterdir() if path.is_file())
+        """What was saved; the lock, which is hidden, is not."""
+        return sorted(
+            path.name
+            for path in self.folder.iterdir()
+            if path.is_file() and not path.name.startswith(".")
+        )
 
 
 def _write_hidden(folder: Path, name: str, hidden: Sequence[torch.Tensor]) -> None:

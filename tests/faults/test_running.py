@@ -342,3 +342,47 @@ def test_interruptions_in_python_are_errors_of_ours(beam_nano: Path, tmp_path: P
     with pytest.raises(Interrupted):
         convert(beam_nano, tmp_path / "out", recipe=recipe("fp8"), on_progress=stop)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_calibration_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found here: saving a layer's state deleted the lock's file with what it replaced, and a
+    second run with `--overwrite` emptied the state of the first before it asked for the lock."""
+    from beamq.calib.state import RunState
+
+    folder = tmp_path / "stats.state"
+    state = RunState(folder, {"x": "y"})
+    state.begin(resume=False)
+    lock = OutputLock(folder)
+    (folder / "stats-0001.safetensors").write_text("old")
+    state.clear()
+    assert [path.name for path in folder.iterdir()] == [LOCK_NAME]
+    with pytest.raises(OutputBusyError):
+        OutputLock(folder)
+    lock.release()
+
+
+@pytest.mark.parametrize("more", ["--overwrite", "--resume"])
+def test_a_second_calibration_is_refused(
+    run: Run, beam_nano: Path, tmp_path: Path, more: str
+) -> None:
+    stats = tmp_path / "stats"
+    (tmp_path / "stats.state").mkdir()
+    (tmp_path / "stats.state" / "identity.json").write_text("{}")
+    lock = OutputLock(tmp_path / "stats.state")
+    code, _, err = run("calibrate", beam_nano, stats, "--samples", "1", "--sequence-length", "16",
+                       "--device", "cpu", "-q", more)  # fmt: skip
+    assert code == 4
+    assert "another process" in err
+    assert (tmp_path / "stats.state" / "identity.json").exists()
+    lock.release()
+
+
+def test_an_empty_path_is_not_this_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["plan", ""], ["verify", ""], ["inspect", ""]):
+        code, _, err = run(*arguments)
+        assert code == 2
+        assert "an empty path" in err
+    assert not list(tmp_path.iterdir())
