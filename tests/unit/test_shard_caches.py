@@ -88,11 +88,13 @@ def test_whole_shards_of_an_earlier_run_are_used_and_rubbish_is_not(tmp_path: Pa
 
 
 def test_a_failed_fetch_reaches_the_job_that_waits(tmp_path: Path) -> None:
-    with supply(Source(fails="b"), tmp_path, ["a", "b"], 2000) as feed:
-        # The first job may already hear of it: fetching is ahead of the jobs.
-        with pytest.raises(HubError, match="gone"):
-            for job in (0, 1):
-                feed.wait(job, never)
+    def wait_for_both() -> None:
+        with supply(Source(fails="b"), tmp_path, ["a", "b"], 2000) as feed:
+            feed.wait(0, never)  # may hear of it already: fetching is ahead of the jobs
+            feed.wait(1, never)
+
+    with pytest.raises(HubError, match="gone"):
+        wait_for_both()
 
 
 def test_waiting_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
