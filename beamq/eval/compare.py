@@ -202,6 +202,7 @@ def _candidate(base: _Opened, other: _Opened, findings: Findings, text: Text) ->
     return Candidate(
         member=other.member,
         divergence=findings.divergence,
+        activations_kld=findings.activations_kld,
         layers=findings.layers,
         damage=damage,
         weights=findings.weights,

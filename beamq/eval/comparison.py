@@ -66,10 +66,12 @@ class LayerDamage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One candidate against the source."""
+    """One candidate against the source; `activations_kld` is what its quantized activations cost
+    with exact weights, None where they are not quantized."""
 
     member: Member
     divergence: Divergence
+    activations_kld: Estimate | None = None
     layers: tuple[LayerError, ...]
     damage: tuple[LayerDamage, ...]
     weights: tuple[WeightError, ...]
@@ -153,6 +155,9 @@ def _candidate(found: Candidate) -> dict[str, Any]:
             "bounds": asdict(found.limits.bounds),
         },
         "divergence": _divergence(found.divergence),
+        "activations_only_kld": (
+            None if found.activations_kld is None else found.activations_kld.to_dict()
+        ),
         "layers": [
             _layer(error, damage) for error, damage in zip(found.layers, found.damage, strict=True)
         ],

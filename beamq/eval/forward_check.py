@@ -103,12 +103,18 @@ def _passes(findings: Findings, limits: Limits) -> dict[str, str]:
     router = f"{min(overlaps):.1%} at the worst" if overlaps else "no routers"
     return {
         "forward.runs": f"finite logits for {seen.tokens:,} tokens",
-        "forward.kld": f"{seen.mean_kld.value:.4f} nats; at most {_shown(bounds.mean_kld)}",
+        "forward.kld": f"{seen.mean_kld.value:.4f} nats{_of_it(findings)}; at most"
+        f" {_shown(bounds.mean_kld)}",
         "forward.top": f"{seen.same_top.value:.1%}; at least {_shown(bounds.same_top)}",
         "forward.router": f"{router}; at least {_shown(bounds.router_overlap)}",
         "forward.weights": f"{worst:.4f} at the worst; at most {_shown(bounds.weight_error)}",
         "forward.unquantized": "all as in the source",
     }
+
+
+def _of_it(findings: Findings) -> str:
+    floor = findings.activations_kld
+    return "" if floor is None else f", {floor.value:.4f} by activations alone"
 
 
 def _shown(limit: float | None) -> str:

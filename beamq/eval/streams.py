@@ -5,6 +5,9 @@ watchers of this package say of its logits, hidden states, routers and weights.
 
     layer 0 of source, of candidate 1, of candidate 2;  layer 1 of source, of candidate 1, ...
 
+Beside each quantized candidate runs the source with that candidate's activations (`floor`): what it
+loses no better weights could win back. It costs another forward pass, and no reading.
+
 The one idea: all models advance together, so every comparison happens while both sides are there
 and nothing is stored for later: no logits, no hidden states of layers gone by, no second read of
 weights. In memory are the source's layer, one candidate's and the one that is being read ahead,
@@ -26,7 +29,10 @@ from numpy.typing import NDArray
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import ConfigError
+from beamq.eval.activations_only import ActivationsOnlyGemm, with_served_inputs
 from beamq.eval.divergence import CHUNK_ELEMENTS, Divergence, TokenScores, score_base
+from beamq.eval.estimates import Estimate
+from beamq.eval.footprint import stored_units
 from beamq.eval.layer_error import (
     LayerError,
     Powers,
@@ -38,7 +44,7 @@ from beamq.eval.weight_error import WeightError, changed_tensors, weight_errors
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import Head, LayerWeights, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
-from beamq.model.linear import Gemm
+from beamq.model.linear import Gemm, ReferenceGemm
 from beamq.model.load import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.model.run import Batch, LayerPass
@@ -61,18 +67,27 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
-    """How to run: activation dtype, device, and the GEMM of the candidates."""
+    """How to run: activation dtype, device, and the GEMM of the candidates.
+
+    `floor` says whether exact weights under served activations are to be run as well.
+    """
 
     dtype: torch.dtype
     device: torch.device
     gemm: Gemm
+    floor: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """One candidate against the source."""
+    """One candidate against the source.
+
+    `activations_kld` is the mean KL with exact weights and served activations; None where none are
+    quantized.
+    """
 
     divergence: Divergence
+    activations_kld: Estimate | None = None
     layers: tuple[LayerError, ...]
     weights: tuple[WeightError, ...]
     changed: tuple[str, ...]
@@ -83,6 +98,7 @@ class _Candidate:
     """What is gathered of a candidate on the way."""
 
     scores: TokenScores = field(default_factory=TokenScores)
+    floor: TokenScores | None = None
     routes: RouteRecorder = field(default_factory=RouteRecorder)
     layers: list[LayerError] = field(default_factory=list)
     weights: list[WeightError] = field(default_factory=list)
@@ -96,6 +112,7 @@ class _Candidate:
     def findings(self) -> Findings:
         return Findings(
             divergence=self.scores.result(),
+            activations_kld=None if self.floor is None else self.floor.result().mean_kld,
             layers=tuple(self.layers),
             weights=tuple(self.weights),
             changed=tuple(self.changed),
@@ -162,7 +179,19 @@ class _SideBySide:
             LayerPass(stream, self._embedded(stream.loader), gemm=options.gemm, observers=[routes])
             for stream, routes in zip(self._streams, recorders, strict=True)
         ]
+        self._floors = [self._floor(loader, options) for loader in loaders[1:]]
+        for candidate, floor in zip(self.candidates, self._floors, strict=True):
+            candidate.floor = None if floor is None else TokenScores()
         self._compare_embeddings()
+
+    def _floor(self, loader: LayerLoader, options: StreamOptions) -> LayerPass | None:
+        """The source once more, with the activations of a candidate that has any quantized."""
+        exact = isinstance(options.gemm, ReferenceGemm) and not options.gemm.quantize_activations
+        source, candidate = (stored_units(each.checkpoint) for each in (self._loaders[0], loader))
+        if exact or not options.floor or source[1] or not candidate[1]:
+            return None
+        batches = self._embedded(self._loaders[0])
+        return LayerPass(self._streams[0], batches, gemm=ActivationsOnlyGemm())
 
     def _embedded(self, loader: LayerLoader) -> list[Batch]:
         states = embed(loader, [rows.flatten() for rows in self._rows])
@@ -190,6 +219,9 @@ class _SideBySide:
                 base, base_chosen = weights, self._base_routes.take()
             elif base is not None:
                 self._compare(place, index, base, weights, base_chosen)
+                floor = self._floors[place - 1]
+                if floor is not None:
+                    floor.apply(with_served_inputs(base, weights))
             if place == models - 1:
                 base = None  # or it would live on while the next layer is waited for
             del weights
@@ -229,16 +261,32 @@ class _SideBySide:
                         head_logits(h_TK[some], head, loader.config)
                         for h_TK, head, loader in zip(states, heads, self._loaders, strict=True)
                     )
-                    self._score(next_T[some], list(logits))
+                    base = list(logits)
+                    floors = [
+                        None
+                        if floor is None
+                        else head_logits(floor.state(number)[some], heads[0], self._config)
+                        for floor in self._floors
+                    ]
+                    self._score(next_T[some], base, floors)
 
-    def _score(self, next_T: torch.Tensor, logits: Sequence[torch.Tensor]) -> None:
+    def _score(
+        self,
+        next_T: torch.Tensor,
+        logits: Sequence[torch.Tensor],
+        floors: Sequence[torch.Tensor | None],
+    ) -> None:
         """FP64 work on a few tokens at a time, so that its temporaries stay in the cache."""
         step = max(1, CHUNK_ELEMENTS // self._config.vocab_size)
         for start in range(0, next_T.numel(), step):
             some = slice(start, start + step)
             base = score_base(logits[0][some], next_T[some])
-            for candidate, logits_TV in zip(self.candidates, logits[1:], strict=True):
+            for candidate, logits_TV, floor_TV in zip(
+                self.candidates, logits[1:], floors, strict=True
+            ):
                 candidate.scores.add(base, logits_TV[some])
+                if candidate.floor is not None and floor_TV is not None:
+                    candidate.floor.add(base, floor_TV[some])
 
     def _compare_heads(self, heads: Sequence[Head]) -> None:
         for candidate, head in zip(self.candidates, heads[1:], strict=True):

@@ -47,6 +47,7 @@ def summary(source: Member, candidates: Sequence[Candidate]) -> Table:
         ),
         ("ln(PPL(Q)/PPL(base))", "", lambda c: signed(c.divergence.ln_ppl_ratio)),
         ("Mean KLD", "", lambda c: figure(c.divergence.mean_kld, "{:.5f}")),
+        ("of it by activations alone", "", _activations),
         ("Median KLD", "", lambda c: figure(c.divergence.median_kld, "{:.5f}")),
         ("90.0% KLD", "", lambda c: figure(c.divergence.kld_90)),
         ("99.0% KLD", "", lambda c: figure(c.divergence.kld_99)),
@@ -68,6 +69,11 @@ def summary(source: Member, candidates: Sequence[Candidate]) -> Table:
         columns=("", f"{source.name}>", *(f"{each.member.name}>" for each in candidates)),
         rows=tuple((label, base, *(cell(c) for c in candidates)) for label, base, cell in rows),
     )
+
+
+def _activations(candidate: Candidate) -> str:
+    found = candidate.activations_kld
+    return "not quantized" if found is None else figure(found, "{:.5f}")
 
 
 def _disk(member: Member) -> str:
