@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 from collections.abc import Callable
@@ -107,3 +108,33 @@ def test_kills_while_calibrating_and_converting(
             shutil.rmtree(folder)
     assert kills > 5
     record_property("kills", kills)
+
+
+def test_disks_that_fill_while_calibrating(
+    torch_zygote: Zygote, wordy: Path, memory_folder: Path, record_property: Record
+) -> None:
+    """One line, exit 4, no file under its final name; then on from there."""
+    whole = memory_folder / "whole"
+    whole.mkdir()
+    kinds = ("open", "ftruncate", "pwrite", "fsync")
+    steps = torch_zygote.count(*calibrate_args(wordy, whole), kinds=kinds)
+    faults = 0
+    for at in {2, 9, steps // 2, steps - 1}:
+        folder = memory_folder / f"full-{at}"
+        folder.mkdir()
+        ended = torch_zygote.run(
+            *calibrate_args(wordy, folder), at=at, kinds=kinds, action="error",
+            errno=errno.ENOSPC, lasting=True,
+        )  # fmt: skip
+        if ended.code == 0:  # how often a state is saved depends on the time it takes
+            continue
+        faults += 1
+        assert ended.code == 4, ended.err
+        assert ended.err.startswith("error: ")
+        assert ended.err.count("\n") == 1
+        assert not (folder / "stats").exists()
+        resumed = torch_zygote.run(*calibrate_args(wordy, folder, "--resume"))
+        assert resumed.code == 0, resumed.err
+        assert sha(folder / "stats") == sha(whole / "stats")
+    assert faults > 1
+    record_property("faults", faults)
