@@ -203,6 +203,7 @@ def _candidate(base: _Opened, other: _Opened, findings: Findings, text: Text) ->
         member=other.member,
         divergence=findings.divergence,
         activations_kld=findings.activations_kld,
+        kld_ratio=findings.kld_ratio,
         layers=findings.layers,
         damage=damage,
         weights=findings.weights,

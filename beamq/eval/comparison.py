@@ -66,12 +66,16 @@ class LayerDamage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One candidate against the source; `activations_kld` is what its quantized activations cost
-    with exact weights, None where they are not quantized."""
+    """One candidate against the source.
+
+    `activations_kld` is what its quantized activations cost with exact weights, None where they are
+    not quantized; `kld_ratio` its mean KLD over the first candidate's, None for that one.
+    """
 
     member: Member
     divergence: Divergence
     activations_kld: Estimate | None = None
+    kld_ratio: Estimate | None = None
     layers: tuple[LayerError, ...]
     damage: tuple[LayerDamage, ...]
     weights: tuple[WeightError, ...]
@@ -158,6 +162,7 @@ def _candidate(found: Candidate) -> dict[str, Any]:
         "activations_only_kld": (
             None if found.activations_kld is None else found.activations_kld.to_dict()
         ),
+        "kld_ratio_to_first": None if found.kld_ratio is None else found.kld_ratio.to_dict(),
         "layers": [
             _layer(error, damage) for error, damage in zip(found.layers, found.damage, strict=True)
         ],

@@ -73,6 +73,11 @@ class TokenScores:
         columns = (kld_T, same_T, shared_T, base.next_T >= 0, base.logp_next_T, logp_next_T)
         self._parts.append(tuple(column.cpu().numpy() for column in columns))
 
+    @property
+    def kld_T(self) -> Floats:
+        """KLD of each token so far."""
+        return np.concatenate([part[0] for part in self._parts]).astype(np.float64)
+
     def result(self) -> Divergence:
         """The figures over all tokens."""
         kld_T, same_T, shared_T, followed_T, base_T, other_T = (

@@ -76,6 +76,17 @@ def quantiles(x_T: Floats, shares: tuple[float, ...]) -> list[Estimate]:
     return found
 
 
+def ratio_of_means(x_T: Floats, y_T: Floats) -> Estimate:
+    """mean(x) / mean(y) over the same tokens; the error is that of the paired difference."""
+    base = float(y_T.mean()) if y_T.size else 0.0
+    if not base or not math.isfinite(base):
+        return Estimate(value=math.nan)
+    value = float(x_T.mean()) / base
+    rest = mean(x_T - value * y_T)
+    error = None if rest.standard_error is None else rest.standard_error / abs(base)
+    return Estimate(value=value, standard_error=error)
+
+
 def root_of_ratio(noise_T: Floats, signal_T: Floats) -> Estimate:
     """sqrt(sum of noise / sum of signal): a relative error over all tokens.
 

@@ -31,7 +31,7 @@ from beamq.config import BeamConfig
 from beamq.errors import ConfigError
 from beamq.eval.activations_only import ActivationsOnlyGemm, with_served_inputs
 from beamq.eval.divergence import CHUNK_ELEMENTS, Divergence, TokenScores, score_base
-from beamq.eval.estimates import Estimate
+from beamq.eval.estimates import Estimate, ratio_of_means
 from beamq.eval.footprint import stored_units
 from beamq.eval.layer_error import (
     LayerError,
@@ -83,11 +83,12 @@ class Findings:
     """One candidate against the source.
 
     `activations_kld` is the mean KL with exact weights and served activations; None where none are
-    quantized.
+    quantized. `kld_ratio` is the mean KL over the first candidate's, paired; None for that one.
     """
 
     divergence: Divergence
     activations_kld: Estimate | None = None
+    kld_ratio: Estimate | None = None
     layers: tuple[LayerError, ...]
     weights: tuple[WeightError, ...]
     changed: tuple[str, ...]
@@ -140,7 +141,11 @@ def run_side_by_side(
         run = _SideBySide(loaders, ids_BT, options)
         run.layers(progress)
         run.heads()
-    return [candidate.findings() for candidate in run.candidates]
+    found = [candidate.findings() for candidate in run.candidates]
+    for candidate, findings in zip(run.candidates[1:], found[1:], strict=True):
+        first = run.candidates[0].scores
+        findings.kld_ratio = ratio_of_means(candidate.scores.kld_T, first.kld_T)
+    return found
 
 
 @contextmanager

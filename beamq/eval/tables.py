@@ -47,7 +47,8 @@ def summary(source: Member, candidates: Sequence[Candidate]) -> Table:
         ),
         ("ln(PPL(Q)/PPL(base))", "", lambda c: signed(c.divergence.ln_ppl_ratio)),
         ("Mean KLD", "", lambda c: figure(c.divergence.mean_kld, "{:.5f}")),
-        ("of it by activations alone", "", _activations),
+        ("Mean KLD, weights exact", "", _activations),
+        *_ratios(candidates),
         ("Median KLD", "", lambda c: figure(c.divergence.median_kld, "{:.5f}")),
         ("90.0% KLD", "", lambda c: figure(c.divergence.kld_90)),
         ("99.0% KLD", "", lambda c: figure(c.divergence.kld_99)),
@@ -69,6 +70,17 @@ def summary(source: Member, candidates: Sequence[Candidate]) -> Table:
         columns=("", f"{source.name}>", *(f"{each.member.name}>" for each in candidates)),
         rows=tuple((label, base, *(cell(c) for c in candidates)) for label, base, cell in rows),
     )
+
+
+def _ratios(candidates: Sequence[Candidate]) -> list[tuple[str, str, Callable[[Candidate], str]]]:
+    """Mean KLD over the first candidate's, on the same tokens, where any but it is shown."""
+    if all(candidate.kld_ratio is None for candidate in candidates):
+        return []
+
+    def cell(candidate: Candidate) -> str:
+        return "1" if candidate.kld_ratio is None else figure(candidate.kld_ratio, "{:.3f}")
+
+    return [("Mean KLD over the first's", "", cell)]
 
 
 def _activations(candidate: Candidate) -> str:

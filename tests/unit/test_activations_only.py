@@ -65,6 +65,24 @@ def test_the_floor_is_the_same_for_better_and_worse_weights(
     ]["value"] == pytest.approx(fp8.activations_kld.value)
 
 
+def test_candidates_are_held_against_the_first_token_by_token(
+    beam_nano: Path, tmp_path: Path
+) -> None:
+    for recipe in ("nvfp4-max", "nvfp4"):
+        quantize(beam_nano, tmp_path / recipe, recipe=recipe, no_calibration=True)
+    first, second = candidates(beam_nano, [tmp_path / "nvfp4-max", tmp_path / "nvfp4"])
+    assert first.kld_ratio is None
+    assert second.kld_ratio is not None
+    means = second.divergence.mean_kld.value / first.divergence.mean_kld.value
+    assert second.kld_ratio.value == pytest.approx(means)
+    alone = second.divergence.mean_kld.standard_error
+    assert alone is not None
+    assert second.kld_ratio.standard_error is not None
+    # Both stumble over the same tokens, so the ratio is known better than either.
+    relative = alone / second.divergence.mean_kld.value
+    assert 0 < second.kld_ratio.standard_error / second.kld_ratio.value < relative
+
+
 def test_where_activations_are_exact_there_is_none(beam_nano: Path, tmp_path: Path) -> None:
     quantize(beam_nano, tmp_path / "q", recipe="nvfp4", no_calibration=True)
     assert candidates(beam_nano, [tmp_path / "q"], gemm="weights-only")[0].activations_kld is None
