@@ -1,8 +1,9 @@
 """Positional reads from a bounded set of open files, shared by threads.
 
-A file must stay the one it was when it was first seen: `expect` notes its identity, size and time
-of change, every later opening compares them, and `changed` compares them once more at the end of
-a run. Offsets from one file's header must never be read out of another.
+A file must stay the one it was when it was first seen: `expect` notes its size and times of
+change, every later opening compares them, and `changed` compares them once more at the end of a
+run. Offsets from one file's header must never be read out of another. (Inode numbers would say it
+as well, but mounted buckets give a file a new one now and then.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OpenFiles:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, int] = OrderedDict()
         self._users: dict[str, int] = {}
-        self._seen: dict[str, tuple[int, int, int, int]] = {}
+        self._seen: dict[str, tuple[int, int, int]] = {}
 
     def expect(self, file: str) -> None:
         """Remember what a file is now; that of one that is not there is for others to say."""
@@ -41,7 +42,7 @@ class OpenFiles:
 
     def size_and_time(self, file: str) -> tuple[int, int]:
         """Bytes and time of change (ns) of a file, as `expect` saw it."""
-        return self._seen[file][2:]
+        return self._seen[file][:2]
 
     def changed(self) -> str | None:
         """A file that is not what it was when `expect` was called, or None."""
@@ -136,5 +137,5 @@ class OpenFiles:
             self._open.clear()
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns)

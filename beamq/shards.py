@@ -157,7 +157,10 @@ def publish(partial: Path, final: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """fsync a folder, so that names in it survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:  # a folder may be written to and not be read
+        return
     try:
         os.fsync(descriptor)
     except OSError as fault:  # some network file systems cannot sync folders
