@@ -61,7 +61,7 @@ def _magnitudes(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
                 value = half_to_float((both >> (16 * (i % 2))) & 0x7FFF)
             else:
                 value = as_float((both << (16 * (1 - i % 2))) & 0x7FFF0000)
-        values = values + (value,)  # noqa: RUF005 - Triton's tuples have no unpacking
+        values = values + (value,)  # type: ignore[assignment]  # noqa: RUF005 - no unpacking
     return values
 
 
