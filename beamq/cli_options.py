@@ -58,7 +58,7 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         "-r",
-        help="nvfp4, nvfp4-mlp, nvfp4-all, fp8, fp8-experts, or a .yaml file.",
+        help="nvfp4, nvfp4-gptq, nvfp4-mlp, nvfp4-all, fp8, fp8-experts, or a .yaml file.",
     ),
 ]
 Exclude = Annotated[
