@@ -55,11 +55,31 @@ static u64 nvfp4(int dtype) {
         h = digest(h, decoded, (N - 16) * 2);
         fill(dtype, 1);
         h = comparison_digest(
-            h, nvfp4_compare_body(source, N / 16 - 1, dtype, codes, scales, globals[g]));
+            h, nvfp4_compare_body(source, N / 16 - 1, dtype, codes, scales, globals[g], 0));
         codes[77] ^= 3;
         h = comparison_digest(
-            h, nvfp4_compare_body(source, N / 16 - 1, dtype, codes, scales, globals[g]));
+            h, nvfp4_compare_body(source, N / 16 - 1, dtype, codes, scales, globals[g], 0));
     }
+    return h;
+}
+
+static u64 sweep(int dtype) {
+    static const float globals[] = {1.0f, 7.4e-6f, 0x1p-126f, 1.7e-36f, 0x1p117f};
+    static float weights[K];
+    u64 h = 0xCBF29CE484222325ull;
+    for (int i = 0; i < K; i++) weights[i] = (float)(1 + i * 37 % 11) * 0.125f;
+    for (size_t g = 0; g < sizeof globals / sizeof *globals; g++)
+        for (int weighted = 0; weighted < 2; weighted++) {
+            const size_t blocks = N / 16 - 1;
+            fill(dtype, 0);
+            nvfp4_counts c = nvfp4_sweep_body(source, blocks, dtype, globals[g],
+                                              weighted ? weights : 0, K / 16, codes, scales);
+            h = digest(digest(h, codes, blocks * 8), scales, blocks);
+            h = digest(h, &c, sizeof c);
+            fill(dtype, 1);
+            h = comparison_digest(
+                h, nvfp4_compare_body(source, blocks, dtype, codes, scales, globals[g], 1));
+        }
     return h;
 }
 
@@ -101,8 +121,8 @@ static u64 conversions(int dtype) {
 int main(void) {
     static const char *const names[] = {"BF16", "F16", "F32"};
     for (int dtype = 0; dtype < 3; dtype++)
-        printf("%-4s nvfp4 %016llx  fp8 %016llx  convert %016llx\n", names[dtype],
+        printf("%-4s nvfp4 %016llx  fp8 %016llx  convert %016llx  sweep %016llx\n", names[dtype],
                (unsigned long long)nvfp4(dtype), (unsigned long long)fp8(dtype),
-               (unsigned long long)conversions(dtype));
+               (unsigned long long)conversions(dtype), (unsigned long long)sweep(dtype));
     return 0;
 }
