@@ -33,8 +33,8 @@ def push(
 ) -> None:
     """Publish a checkpoint on the Hub, and check what arrived.
 
-    A folder that verify refuses is not sent. Index and configs go last. A push that was stopped
-    goes on when the same command is run again.
+    A folder whose structure verify refuses is not sent. Index and configs go last.
+    A push that was stopped goes on when the same command is run again.
     """
 
     def body(screen: Screen) -> None:

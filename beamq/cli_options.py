@@ -92,7 +92,7 @@ Workers = Annotated[
     int | None, typer.Option("--workers", min=1, help="Threads.", show_default="usable cores")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an earlier run stopped.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in OUTPUT.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 Data = Annotated[
     list[str] | None,
     typer.Option(

@@ -22,6 +22,7 @@ from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.finalise import build_index, shard_manifest, write_manifest
 from beamq.formats.layout import NVFP4_BLOCK
 from beamq.header import TensorSpec
+from beamq.integrity import check_recorded_bytes
 from beamq.journal import ShardRecord
 from beamq.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
 from beamq.ranks import current_ranks
@@ -38,6 +39,7 @@ from beamq.runner import (
 from beamq.scale_source import no_scales
 from beamq.shards import copy_file, write_json
 from beamq.small_files import user_path
+from beamq.source_files import LocalFiles
 from beamq.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.version import __version__
 
@@ -68,8 +70,9 @@ def dequantize(
 ) -> DequantizeResult:
     """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
 
-    Raises `TensorError` when nothing is quantized or scales are missing or mis-shaped, and the
-    same `EnvironmentFault`s as `quantize`.
+    A local folder is first held against the checksums in its `beamq.json`. Raises
+    `CheckpointError` where they differ, `TensorError` when nothing is quantized or scales are
+    missing or mis-shaped, and the same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
     output, ranks = user_path(output), current_ranks()
@@ -78,6 +81,8 @@ def dequantize(
     with open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place) as source:
         work = make_decode_work(source, max_shard_bytes)
         check_cache(work, budget)
+        if ranks.first and isinstance(source.source, LocalFiles):
+            check_recorded_bytes(source, workers or default_workers())
 
         def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
             return _finalise(work, source, output, records)

@@ -126,7 +126,8 @@ def _require_sound(folder: Path) -> None:
         failed = "; ".join(f"{check.name}: {check.detail}" for check in report.failures[:2])
         more = f" and {len(report.failures) - 2} more" if len(report.failures) > 2 else ""
         raise CheckFailed(
-            f"{folder}: not fit to publish ({failed}{more}); see `beamq verify --level structure`"
+            f"{folder}: not fit to publish ({failed}{more}); see `beamq verify {folder} --level"
+            " structure`"
         )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors_edit as st
 import torch
 
 from beamq.checkpoint import open_checkpoint
 from beamq.convert import quantize
 from beamq.decode import dequantize
+from beamq.errors import CheckpointError
 
 
 def stacked(folder: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,3 +64,22 @@ def test_a_decoded_nvfp4_checkpoint_loads_as_plain_bf16(beam_nano: Path, tmp_pat
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     gate_up, _ = stacked(tmp_path / "bf16", 4)
     assert model.state_dict()["model.layers.4.mlp.experts.gate_up_proj"].equal(gate_up)
+
+
+def test_flipped_bits_are_not_decoded_into_a_clean_checkpoint(
+    beam_nano: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "fp8"
+    quantize(beam_nano, output, recipe="fp8")
+    name = "model.layers.4.mlp.experts.3.up_proj.weight"
+
+    def flip(tensors: st.Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = (dtype, shape, data[:100] + bytes([data[100] ^ 4]) + data[101:])
+
+    st.edit(output / "model-00001-of-00001.safetensors", flip)
+    with pytest.raises(CheckpointError, match=rf"1 tensors are not the bytes .*: {name}"):
+        dequantize(output, tmp_path / "bf16")
+    assert not (tmp_path / "bf16").exists()
+    (output / "beamq.json").unlink()
+    dequantize(output, tmp_path / "bf16")
