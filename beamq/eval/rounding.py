@@ -10,7 +10,8 @@ rule's name, and rows that are further from the source than the rule takes them.
     gptq     each row's error is at most half its own size, and a linear's at most a quarter. GPTQ
              moves each value by what others' rounding costs, so no element alone can be judged;
              errors of 0.10 (linears) and 0.17 (rows) are the largest seen on trained models, and
-             another row in its place gives 1.4. Values too small for the smallest scale are free
+             another row in its place gives 1.4. Values too small for the smallest scale are free.
+             Also held where no recipe is known: another tool may have chosen its scales anyhow
 
 By any of them an exchanged expert, a moved row or a wrong scale is out of bound. What stays in
 bound (another candidate's scale with the codes that go with it) is caught by checksums alone, as
@@ -37,11 +38,11 @@ SMALLEST_SCALE = 2.0**-9  # a block scale is never less; what is far below it be
 def rounding_rule(manifest: Mapping[str, Any] | None, role: Role) -> str:
     """The rule that beamq.json's recipe names for linears of a role.
 
-    `max`, the strictest, where it names none. GPTQ rounds experts only.
+    `gptq`, the loosest, where it names none. GPTQ rounds experts only.
     """
     recipe = (manifest or {}).get("recipe")
     if not isinstance(recipe, Mapping):
-        return "max"
+        return "gptq"
     if recipe.get("rounding") == "gptq" and role is Role.EXPERT:
         return "gptq"
     return "sweep" if recipe.get("scales") == "sweep" else "max"
