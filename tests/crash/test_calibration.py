@@ -75,7 +75,7 @@ def test_kills_while_calibrating(
             left = {path.name for path in folder.iterdir()}
             assert not {name for name in left if name.endswith(".partial")}
             shutil.rmtree(folder)
-    assert kills > 5
+    assert kills >= 3  # how often a state is saved depends on the time it takes
     record_property("kills", kills)
 
 
@@ -106,7 +106,7 @@ def test_kills_while_calibrating_and_converting(
         for folder in folders:
             assert digests(folder / "out") == expected
             shutil.rmtree(folder)
-    assert kills > 5
+    assert kills >= 3  # how often a state is saved depends on the time it takes
     record_property("kills", kills)
 
 

@@ -227,7 +227,8 @@ def test_ctrl_c_at_any_moment_is_one_line(beam_nano: Path, verb: str, seconds: f
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert "Traceback" not in err
-    assert process.returncode in (0, 1, 130), err
+    # The last: a signal while Python itself is ending, when the command is done.
+    assert process.returncode in (0, 1, 130, -signal.SIGINT), err
     assert process.returncode != 130 or err in ("", "error: interrupted\n")
 
 

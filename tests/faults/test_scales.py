@@ -14,6 +14,7 @@ from beamq import recipe as recipes
 from beamq.convert import quantize
 from beamq.decode import dequantize
 from beamq.errors import TensorError
+from tests.checkpoint_damage import resign
 from tests.e2e.test_convert import E4M3, decode, tensors_of
 from tests.faults.craft import (
     convert,
@@ -399,6 +400,7 @@ def test_decoding_refuses_what_is_not_finite(
         tensors[f"{module}.{part}"] = (dtype, shape, raw + data[len(raw) :])
 
     st.edit(next((tmp_path / "quantized").glob("*.safetensors")), poison)
+    resign(tmp_path / "quantized")
     with pytest.raises(TensorError, match=rf"{module}.*beamq verify"):
         dequantize(tmp_path / "quantized", tmp_path / "out")
 
