@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from beamq.config import BeamConfig
 from beamq.errors import RecipeError
 from beamq.formats.layout import NVFP4_BLOCK, Unit, layer_units
-from beamq.recipe import Recipe, matches
+from beamq.patterns import matches
+from beamq.recipe import Recipe
 from beamq.roles import QUANTIZABLE, Role, TensorRole
 
 

@@ -17,7 +17,7 @@ precision of the source. The keys, all of them:
                  linears are rounded to nearest
     kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
                  Beam refuses them)
-    exclude      patterns of modules to leave precise (see `matches`)
+    exclude      patterns of modules to leave precise (see `patterns.matches`)
     bounds       what a sound result may lose at most (see `Bounds`); changes no byte of an output
 
 One format only: files that mix NVFP4 and FP8 load in vLLM alone, so such rules are refused.
@@ -26,18 +26,16 @@ One format only: files that mix NVFP4 and FP8 load in vLLM alone, so such rules 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from beamq.errors import RecipeError
+from beamq.patterns import matches
 from beamq.roles import QUANTIZABLE, Role
 from beamq.small_files import parse_yaml, read_small
 
@@ -46,9 +44,6 @@ BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "fp8",
 SCALES = ("sweep", "max")
 MAX_RECIPE_BYTES = 1 << 16
 MAX_PATTERNS = 256
-MAX_PATTERN = 300  # characters of a regular expression
-MAX_NAME = 200  # characters of a module that one is tried on
-MAX_REPEATS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,61 +243,3 @@ def _choice(
             f"{origin}: {key} is {str(value)[:60]!r}, expected {' or '.join(allowed)}"
         )
     return str(value)
-
-
-def matches(pattern: str, module: str) -> bool:
-    """Whether an exclude pattern names a module.
-
-    `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
-    `?` or `[`) that must match the whole name; otherwise a name: the whole module or a run of
-    its dotted parts (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
-    for a regular expression that is invalid or could run for ever (see `_slow`).
-    """
-    if pattern.startswith("re:"):
-        return len(module) <= MAX_NAME and _compiled(pattern).fullmatch(module) is not None
-    if any(character in pattern for character in "*?["):
-        return fnmatch.fnmatchcase(module, pattern)
-    return f".{pattern}." in f".{module}."
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression behind `re:`, if it is one and cannot run for ever."""
-    if len(pattern) > MAX_PATTERN or re.search(r"\(\?[aiLmsux-]", pattern):
-        raise RecipeError(
-            f"pattern {pattern[:60]!r}: flags, or more than {MAX_PATTERN} characters; simplify it"
-        )
-    try:
-        compiled = re.compile(pattern[3:])
-    except (re.error, RecursionError, OverflowError) as fault:
-        raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
-    slow = _slow(pattern[3:])
-    if slow:
-        raise RecipeError(f"pattern {pattern!r}: {slow}, which could run for ever; simplify it")
-    return compiled
-
-
-def _slow(expression: str) -> str | None:
-    """What in a valid regular expression can take more than polynomial time to fail, or None.
-
-    Exponential time needs a repeated group, or one optional item after another; `re` has no other
-    remedy against it than not to begin.
-    """
-    position, repeats, before = 0, 0, ""
-    while position < len(expression):
-        character = expression[position]
-        if character == "\\":
-            position, before = position + 2, "x"
-            continue
-        if character == "[":  # a `]` that comes first, or behind `^`, is one of the set
-            begin = position + (2 if expression[position + 1] == "^" else 1)
-            position, before = expression.index("]", begin + 1) + 1, "x"
-            continue
-        if character in "*+?{" and before not in ("*", "("):
-            if before == ")" and character != "?":
-                return "a repeated group"
-            repeats += 1
-            character = "*"
-        before = character
-        position += 1
-    return f"more than {MAX_REPEATS} repeats" if repeats > MAX_REPEATS else None

@@ -16,8 +16,8 @@ import safetensors_edit as st
 from beamq.errors import RecipeError, TensorError
 from beamq.formats.layout import harmless_entries
 from beamq.header import read_header
+from beamq.patterns import matches
 from beamq.plan import make_plan
-from beamq.recipe import matches
 from beamq.roles import Role
 from tests.e2e.test_convert import tensors_of
 from tests.faults.conftest import Run

@@ -15,7 +15,8 @@ from beamq.errors import BeamqError, printable
 from beamq.header import parse_header
 from beamq.hub_repo import parse_hub_id
 from beamq.memory import parse_gpu
-from beamq.recipe import matches, parse_recipe
+from beamq.patterns import matches
+from beamq.recipe import parse_recipe
 from beamq.roles import classify, fused_group
 from beamq.sizes import parse_size
 from beamq.small_files import parse_json, parse_yaml

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from beamq.errors import RecipeError
-from beamq.recipe import BUILT_IN, load_recipe, matches, parse_recipe
+from beamq.patterns import matches
+from beamq.recipe import BUILT_IN, load_recipe, parse_recipe
 from beamq.roles import Role
 
 GOOD = {"name": "x", "summary": "y", "rules": {"expert": "nvfp4"}}
