@@ -7,6 +7,7 @@ import json
 import os
 import pkgutil
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,7 +272,13 @@ def test_plan_as_text(run: Run, beam_nano: Path) -> None:
     assert "54.3% of the weights are quantized" in ran.out
     for label in ("expert", "router-bias", "NVFP4", "H100 80 GB", "KV cache", "Converting needs"):
         assert label in ran.out
-    assert run("plan", beam_nano).out == ran.out
+    again = run("plan", beam_nano).out
+    assert _without_free_space(again) == _without_free_space(ran.out)
+
+
+def _without_free_space(text: str) -> str:
+    """What else runs on this machine changes it from one moment to the next."""
+    return re.sub(r"\([\d.]+ \w+ free here", "(", " ".join(text.split()))
 
 
 def test_plan_as_json(run: Run, beam_nano: Path) -> None:
