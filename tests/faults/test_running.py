@@ -77,7 +77,8 @@ def test_the_memory_allowed_is_the_memory_used(
                                     "--max-host-memory", str(allowed)))  # fmt: skip
         assert ended.code == 0, ended.err
         peaks[allowed] = ended.peak_bytes
-        assert ended.peak_bytes < 60 * MB + predicted_host_nbytes(plan, 4, allowed)
+        # 80 MB: the interpreter, its modules and the plan, which differ between machines.
+        assert ended.peak_bytes < 80 * MB + predicted_host_nbytes(plan, 4, allowed)
     assert peaks[8 * group] - peaks[group] > 2 * group
     ended = torchless.run(*args(folder, memory_folder / "less", "--max-host-memory", "16MB"))
     assert ended.code == 4
