@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from beamq.calib.stats import CalibrationStats
     from beamq.checkpoint import Checkpoint, open_checkpoint
     from beamq.config import BeamConfig
-    from beamq.convert import QuantizeResult, quantize
-    from beamq.decode import DequantizeResult, dequantize
+    from beamq.conversion.dequantize import DequantizeResult, dequantize
+    from beamq.conversion.quantize import QuantizeResult, quantize
+    from beamq.conversion.runner import Progress
     from beamq.errors import (
         AlreadyQuantizedError,
         BeamqError,
@@ -61,11 +62,10 @@ if TYPE_CHECKING:
     from beamq.eval.sensitivity import sensitivity
     from beamq.eval.verify import verify
     from beamq.header import TensorSpec
-    from beamq.hub import PushResult, push
+    from beamq.hub.push import PushResult, push
     from beamq.model.logits import logits
     from beamq.plan import Plan, make_plan
     from beamq.recipe import Recipe, load_recipe
-    from beamq.runner import Progress
 
 __all__ = [
     "AlreadyQuantizedError",
@@ -124,8 +124,8 @@ _HOMES = {
     "beamq.calib.stats": ("CalibrationStats",),
     "beamq.checkpoint": ("Checkpoint", "open_checkpoint"),
     "beamq.config": ("BeamConfig",),
-    "beamq.convert": ("QuantizeResult", "quantize"),
-    "beamq.decode": ("DequantizeResult", "dequantize"),
+    "beamq.conversion.quantize": ("QuantizeResult", "quantize"),
+    "beamq.conversion.dequantize": ("DequantizeResult", "dequantize"),
     "beamq.eval.checks": ("VerifyReport",),
     "beamq.eval.compare": ("compare",),
     "beamq.eval.comparison": ("Comparison",),
@@ -135,11 +135,11 @@ _HOMES = {
     "beamq.eval.sensitivity": ("sensitivity",),
     "beamq.eval.verify": ("verify",),
     "beamq.header": ("TensorSpec",),
-    "beamq.hub": ("PushResult", "push"),
+    "beamq.hub.push": ("PushResult", "push"),
     "beamq.model.logits": ("logits",),
     "beamq.plan": ("Plan", "make_plan"),
     "beamq.recipe": ("Recipe", "load_recipe"),
-    "beamq.runner": ("Progress",),
+    "beamq.conversion.runner": ("Progress",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

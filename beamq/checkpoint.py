@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from beamq.config import read_json_object
 from beamq.errors import CheckpointError, ConfigError, TensorError
-from beamq.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.header import TensorSpec, few
-from beamq.hub_repo import hub_source, open_repo
+from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
+from beamq.hub.repo import hub_source, open_repo
 from beamq.small_files import user_path
 from beamq.source_files import LocalFiles, SourceFiles, Supply
 
@@ -231,7 +231,7 @@ def open_files(
     asked = hub_source(source)
     if asked is None:
         return LocalFiles(user_path(source))
-    from beamq.hub_files import HubFiles  # only where it is needed
+    from beamq.hub.files import HubFiles  # only where it is needed
 
     return HubFiles(open_repo(asked), cache_bytes=cache_bytes, cache_folder=cache_folder)
 

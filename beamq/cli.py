@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from beamq import outcome
-from beamq.cli_calibrate import calibrate
-from beamq.cli_compare import compare
-from beamq.cli_hub import push
-from beamq.cli_options import (
+from beamq.commands import outcome
+from beamq.commands.calibrate import calibrate
+from beamq.commands.compare import compare
+from beamq.commands.hub import push
+from beamq.commands.options import (
     AsJson,
     CacheBudget,
     Checkpoint,
@@ -44,7 +44,7 @@ from beamq.cli_options import (
     Verbose,
     Workers,
 )
-from beamq.cli_sensitivity import sensitivity
+from beamq.commands.sensitivity import sensitivity
 from beamq.version import __version__
 
 if TYPE_CHECKING:
@@ -126,12 +126,12 @@ def plan(
     """Sizes, memory, disk and what fits where, from headers."""
 
     def body(screen: Screen) -> None:
+        from beamq.conversion.runner import check_cache, default_workers
         from beamq.memory import parse_gpu
         from beamq.plan import make_plan
-        from beamq.plan_view import needs_data, needs_text, plan_blocks, plan_data
-        from beamq.runner import check_cache, default_workers
-        from beamq.serving_view import ServingView
         from beamq.sizes import parse_size
+        from beamq.views.plan import needs_data, needs_text, plan_blocks, plan_data
+        from beamq.views.serving import ServingView
 
         machine, count = parse_gpu(gpu) if gpu is not None else (None, None)
         memory = parse_size(max_host_memory, "--max-host-memory")
@@ -220,15 +220,15 @@ def quantize(
     """
 
     def body(screen: Screen) -> None:
-        from beamq.calib_view import coverage_blocks, start_blocks
-        from beamq.convert import quantize as convert
-        from beamq.input_scales import CONSTANT_NOTE
+        from beamq.conversion.input_scales import CONSTANT_NOTE
+        from beamq.conversion.quantize import quantize as convert
+        from beamq.conversion.runner import Progress, default_workers
         from beamq.plan import Plan
-        from beamq.plan_view import needs_data, needs_text, plan_blocks
         from beamq.ranks import current_ranks
-        from beamq.run_view import quantize_blocks, quantize_data
-        from beamq.runner import Progress, default_workers
         from beamq.sizes import parse_size, show_bytes
+        from beamq.views.calibration import coverage_blocks, start_blocks
+        from beamq.views.plan import needs_data, needs_text, plan_blocks
+        from beamq.views.run import quantize_blocks, quantize_data
 
         memory = parse_size(max_host_memory, "--max-host-memory")
         cache = parse_size(cache_budget, "--cache-budget")
@@ -318,7 +318,7 @@ def verify(
     def body(screen: Screen) -> int:
         from beamq.errors import UsageError
         from beamq.eval.verify import verify as check
-        from beamq.verify_view import verify_blocks, verify_data
+        from beamq.views.verify import verify_blocks, verify_data
 
         if quick and level is not Level.tensors:
             raise UsageError("--quick and --level contradict each other; give one")
@@ -351,7 +351,7 @@ def inspect(
 
     def body(screen: Screen) -> None:
         from beamq.eval.inspect import inspect_checkpoint
-        from beamq.inspect_view import inspect_blocks, inspect_data
+        from beamq.views.inspect import inspect_blocks, inspect_data
 
         found = inspect_checkpoint(checkpoint)
         screen.show(lambda: inspect_data(found), lambda: inspect_blocks(found))
@@ -375,11 +375,11 @@ def dequantize(
     """Decode an NVFP4 or FP8 Beam back to BF16, exactly."""
 
     def body(screen: Screen) -> None:
-        from beamq.decode import dequantize as decode
+        from beamq.conversion.dequantize import dequantize as decode
+        from beamq.conversion.runner import Progress
         from beamq.ranks import current_ranks
-        from beamq.run_view import dequantize_blocks, dequantize_data
-        from beamq.runner import Progress
         from beamq.sizes import parse_size
+        from beamq.views.run import dequantize_blocks, dequantize_data
 
         screen.say(f"Decoding {checkpoint} to {output} ...")
         with screen.progress("decoding") as advance:
@@ -414,7 +414,7 @@ def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """What this machine offers and what is missing."""
 
     def body(screen: Screen) -> None:
-        from beamq.doctor import doctor_blocks, doctor_data
+        from beamq.commands.doctor import doctor_blocks, doctor_data
 
         data = doctor_data()
         screen.show(lambda: data, lambda: doctor_blocks(data))

@@ -1,6 +1,6 @@
 """A checkpoint's files, wherever they lie: the one seam between reading and where bytes come from.
 
-`SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub_files.HubFiles`
+`SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub.files.HubFiles`
 a repository on the Hub. Small files have local paths in both. Shards are read by byte range:
 `read` for data that is worked on, `peek` for a few bytes here and there, `supply` around a loop
 that says beforehand which shards it will read.

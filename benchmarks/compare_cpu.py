@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.eval.compare import compare
 from beamq.eval.report import write_report
 from beamq.model.logits import logits

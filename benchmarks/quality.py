@@ -27,7 +27,7 @@ import torch
 from beamq.calib.data import load_calibration_data
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.eval.activations_only import ActivationsOnlyGemm, with_served_inputs
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import LayerWeights, head_logits

@@ -27,7 +27,7 @@ from typing import Any
 from make_slice import Slice, make_slice
 from measuring import machine
 
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.eval.verify import verify
 
 PIECE_BYTES = 4 << 20

@@ -19,9 +19,9 @@ from beamq.calib.stats import CalibrationStats, ExpertsMode
 from beamq.calib.stats_file import load_stats, save_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
+from beamq.conversion.journal import OutputLock
 from beamq.errors import CalibrationError, Interrupted, ResumeError
-from beamq.fetch_order import DEFAULT_CACHE_BYTES
-from beamq.journal import OutputLock
+from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.ranks import current_ranks
 from beamq.shards import disk_errors, make_folder
 from beamq.signals import stop_on_signals

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from beamq.card import card_with_comparison
+from beamq.card.page import card_with_comparison
 from beamq.errors import DiskError
 from beamq.eval import tables
 from beamq.eval.comparison import Candidate, Comparison

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamq.output_folder import MANIFEST_NAME
+from beamq.conversion.output_folder import MANIFEST_NAME
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD_BYTES = 1_200_000

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from beamq import output_folder
-from beamq.convert import quantize
+from beamq.conversion import output_folder
+from beamq.conversion.quantize import quantize
+from beamq.conversion.runner import Progress
 from beamq.errors import CheckpointError, DiskError
 from beamq.open_files import OpenFiles
-from beamq.runner import Progress
 from tests.crash.conftest import Reference
 from tests.crash.harness import (
     Ended,

@@ -31,6 +31,7 @@ from beamq.calib.stats import CalibrationStats, layer_of
 from beamq.calib.stats_file import load_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
+from beamq.conversion.journal import OutputLock
 from beamq.errors import (
     AlreadyQuantizedError,
     CalibrationError,
@@ -41,7 +42,6 @@ from beamq.errors import (
     ResumeError,
     UsageError,
 )
-from beamq.journal import OutputLock
 from beamq.model.logits import logits
 from beamq.model.memory import activation_bytes, layer_bytes
 
@@ -525,7 +525,7 @@ def fake(ids: np.ndarray) -> CalibrationData:
 
 
 def test_refusals_before_any_work(beam_nano: Path, nano_copy: Path, tmp_path: Path) -> None:
-    from beamq.convert import quantize
+    from beamq.conversion.quantize import quantize
 
     for options, error, words in (
         ({"data": ["nowhere.txt"]}, CalibrationError, "nowhere.txt"),

@@ -10,7 +10,7 @@ import pytest
 import safetensors_edit as st
 
 from beamq.config import read_json_object
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import (
     CheckpointError,
     DiskError,
@@ -369,7 +369,7 @@ def test_a_dry_run_writes_nothing_and_predicts_the_bytes(beam_nano: Path, tmp_pa
 def test_a_small_disk_is_predicted(
     beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from beamq import output_folder
+    from beamq.conversion import output_folder
 
     usage = type("Usage", (), {"free": 1_000_000})
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import UsageError
 from beamq.eval.checks import CHECKS, VerifyReport
 from beamq.eval.verify import verify

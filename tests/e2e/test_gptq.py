@@ -21,7 +21,7 @@ from beamq.calib.data import load_calibration_data
 from beamq.calib.forward import LayerDone
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import TensorError, UsageError
 from beamq.eval.verify import verify
 from beamq.model.logits import logits
@@ -145,7 +145,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bytes(
 
 
 RUN = (
-    "import os, signal, sys; from beamq.convert import quantize;"
+    "import os, signal, sys; from beamq.conversion.quantize import quantize;"
     "kill = lambda done: done.layer == 6 and os.kill(os.getpid(), signal.SIGKILL);"
     "quantize(sys.argv[1], sys.argv[2], recipe='nvfp4-gptq', samples=8, sequence_length=128,"
     " max_shard_bytes=300_000, on_layer=kill, device='cpu')"
@@ -224,8 +224,8 @@ def test_it_needs_a_text(beam_nano: Path, tmp_path: Path, option: str) -> None:
 def test_ranks_are_refused(
     beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from beamq import one_pass
     from beamq.calib.options import CalibrationOptions
+    from beamq.conversion import one_pass
     from beamq.plan import make_plan
     from beamq.ranks import Ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import CheckpointError, ConfigError
 from beamq.eval.inspect import Inspection, inspect_checkpoint
 from tests import safetensors_edit

@@ -25,7 +25,7 @@ from beamq.calib.forward import LayerDone
 from beamq.calib.layerwise import calibrate
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import CalibrationError, Interrupted, ResumeError, TensorError, UsageError
 from beamq.eval.verify import verify
 from beamq.header import TensorSpec
@@ -265,7 +265,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bytes(
 
 
 RUN = (
-    "import os, signal, sys; from beamq.convert import quantize;"
+    "import os, signal, sys; from beamq.conversion.quantize import quantize;"
     "kill = lambda done: done.layer == int(sys.argv[3]) and os.kill(os.getpid(), signal.SIGKILL);"
     "quantize(sys.argv[1], sys.argv[2], samples=6, sequence_length=96, max_shard_bytes=300_000,"
     " on_layer=kill, resume=True, device='cpu')"

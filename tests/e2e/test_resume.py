@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import safetensors_edit as st
 
-from beamq.convert import quantize
+from beamq.conversion.journal import OutputLock
+from beamq.conversion.quantize import quantize
+from beamq.conversion.runner import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
-from beamq.journal import OutputLock
-from beamq.runner import Progress
 
 RUN = (
-    "import sys; from beamq.convert import quantize;"
+    "import sys; from beamq.conversion.quantize import quantize;"
     "quantize(sys.argv[1], sys.argv[2], no_calibration=True, max_shard_bytes=600_000,"
     " resume='resume' in sys.argv, workers=2)"
 )

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from beamq.calib.layerwise import calibrate
 from beamq.cli import app
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import UsageError
 from beamq.eval.compare import compare
 from beamq.eval.sensitivity import sensitivity

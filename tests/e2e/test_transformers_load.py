@@ -9,8 +9,8 @@ import safetensors_edit as st
 import torch
 
 from beamq.checkpoint import open_checkpoint
-from beamq.convert import quantize
-from beamq.decode import dequantize
+from beamq.conversion.dequantize import dequantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import CheckpointError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from beamq.checkpoint import INDEX_NAME
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import (
     AlreadyQuantizedError,
     CheckpointError,

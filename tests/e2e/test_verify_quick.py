@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from beamq.checksum import seal_of
-from beamq.convert import quantize
-from beamq.decode import dequantize
+from beamq.conversion.dequantize import dequantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import ConfigError, UsageError
 from beamq.eval.verify import verify
 from beamq.header import read_header

@@ -21,7 +21,7 @@ import pytest
 import safetensors_edit as st
 
 from beamq.config import BeamConfig
-from beamq.convert import QuantizeResult, quantize
+from beamq.conversion.quantize import QuantizeResult, quantize
 from beamq.eval.checks import VerifyReport
 from beamq.eval.verify import verify
 from beamq.recipe import Recipe, parse_recipe

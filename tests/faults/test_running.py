@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from beamq.convert import quantize
+from beamq.conversion.journal import LOCK_NAME, OutputLock
+from beamq.conversion.quantize import quantize
+from beamq.conversion.runner import Progress, predicted_host_nbytes
 from beamq.errors import Interrupted, OutputBusyError
-from beamq.journal import LOCK_NAME, OutputLock
 from beamq.plan import make_plan
-from beamq.runner import Progress, predicted_host_nbytes
 from tests.crash.harness import Zygote, digests
 from tests.faults.conftest import Run
 from tests.faults.craft import convert, light_verify, recipe, synthetic
@@ -144,7 +144,7 @@ def test_descriptors_are_returned(beam_nano: Path, tmp_path: Path) -> None:
 
 
 SLOW = """
-import os, sys, time, beamq.sinks
+import os, sys, time, beamq.conversion.sinks
 genuine = os.pwrite
 def slowly(*arguments):
     time.sleep(0.008)

@@ -11,8 +11,8 @@ import pytest
 import safetensors_edit as st
 
 from beamq import recipe as recipes
-from beamq.convert import quantize
-from beamq.decode import dequantize
+from beamq.conversion.dequantize import dequantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import TensorError
 from tests.checkpoint_damage import resign
 from tests.e2e.test_convert import E4M3, decode, tensors_of

@@ -22,17 +22,17 @@ import safetensors_edit as st
 from beamq.calib.scales import input_scales
 from beamq.calib.stats import CalibrationStats, InputStats
 from beamq.calib.stats_file import load_stats, save_stats
-from beamq.card_front import front_matter
+from beamq.card.front import front_matter
 from beamq.checkpoint import INDEX_NAME, open_checkpoint
 from beamq.config import BeamConfig
-from beamq.convert import quantize
-from beamq.decode import dequantize
+from beamq.conversion.dequantize import dequantize
+from beamq.conversion.journal import Identity, Journal, ShardRecord
+from beamq.conversion.quantize import quantize
 from beamq.errors import ConfigError
 from beamq.eval.inspect import inspect_checkpoint
 from beamq.eval.verify import verify
 from beamq.exclusion import apply_exclusions
 from beamq.header import parse_header
-from beamq.journal import Identity, Journal, ShardRecord
 from beamq.plan import make_plan
 from beamq.recipe import load_recipe
 from beamq.roles import classify, expected_tensors
@@ -270,7 +270,7 @@ def test_journals_met_by_a_resumed_run(tiny: Path, memory_folder: Path, watch: W
     output = memory_folder / "out"
     chance = seeded(8)
     patch = pytest.MonkeyPatch()
-    patch.setattr("beamq.runner.Journal.remove", lambda self: self.close())
+    patch.setattr("beamq.conversion.runner.Journal.remove", lambda self: self.close())
     quantize(tiny, output, **options)
     patch.undo()
     journal = output / ".beamq" / "journal-0.jsonl"

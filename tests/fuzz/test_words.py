@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from beamq.config import BeamConfig
 from beamq.errors import BeamqError, printable
 from beamq.header import parse_header
-from beamq.hub_repo import parse_hub_id
+from beamq.hub.repo import parse_hub_id
 from beamq.memory import parse_gpu
 from beamq.patterns import matches
 from beamq.recipe import parse_recipe

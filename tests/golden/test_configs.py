@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from beamq.checkpoint import open_checkpoint
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.formats.layout import hf_quant_config, quantization_config
 from beamq.plan import make_plan
 from beamq.recipe import BUILT_IN

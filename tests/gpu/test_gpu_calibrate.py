@@ -19,7 +19,7 @@ from beamq.calib.stats import CalibrationStats
 from beamq.calib.stats_file import load_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.model.memory import activation_bytes, layer_bytes
 from benchmarks.random_layer import SMALL as LAYER
 

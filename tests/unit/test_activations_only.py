@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.eval.activations_only import ActivationsOnlyGemm, ServedWeight
 from beamq.eval.compare import compare
 from beamq.eval.comparison import Candidate

@@ -12,8 +12,7 @@ import pytest
 import safetensors_edit as st
 import yaml
 
-from beamq.card import COMPARISON_BEGIN, COMPARISON_END, card_with_comparison, model_card
-from beamq.card_front import (
+from beamq.card.front import (
     Origin,
     check_base_model,
     could_be_path,
@@ -21,10 +20,11 @@ from beamq.card_front import (
     hub_metadata,
     trace_origin,
 )
-from beamq.card_serving import ENGINES, serving_section, smallest_tensor_parallel
+from beamq.card.page import COMPARISON_BEGIN, COMPARISON_END, card_with_comparison, model_card
+from beamq.card.serving import ENGINES, serving_section, smallest_tensor_parallel
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.convert import quantize
+from beamq.conversion.quantize import quantize
 from beamq.errors import CheckpointError, UsageError
 from beamq.plan import Plan, make_plan
 from beamq.roles import Role

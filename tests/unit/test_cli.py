@@ -19,14 +19,14 @@ import pytest
 import typer
 
 import beamq
-from beamq import doctor, outcome
 from beamq.cli import app
+from beamq.commands import doctor, outcome
 from beamq.console import Command, Grid, Screen
 from beamq.errors import DiskError, UsageError
 from beamq.plan import make_plan
-from beamq.plan_view import describe_units, plan_blocks
 from beamq.roles import Role
 from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_seconds
+from beamq.views.plan import describe_units, plan_blocks
 
 PLAN = {
     "--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory",
@@ -157,7 +157,7 @@ def test_every_public_name_resolves() -> None:
 def test_no_submodule_hides_a_public_name() -> None:
     modules = {module.name for module in pkgutil.iter_modules(beamq.__path__)}
     assert not modules & set(beamq.__all__)
-    importlib.import_module("beamq.decode")
+    importlib.import_module("beamq.conversion.dequantize")
     assert callable(beamq.dequantize)
 
 

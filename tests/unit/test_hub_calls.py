@@ -11,10 +11,10 @@ import httpx2
 import pytest
 from huggingface_hub import errors
 
-from beamq import hub_calls
 from beamq.errors import BeamqError, DiskError, HubError, HubUnreachableError, Interrupted
-from beamq.hub_calls import ATTEMPTS, hub_call
-from beamq.hub_repo import HubId, hub_source, parse_hub_id
+from beamq.hub import calls as hub_calls
+from beamq.hub.calls import ATTEMPTS, hub_call
+from beamq.hub.repo import HubId, hub_source, parse_hub_id
 
 REQUEST = httpx2.Request("GET", "https://hub.invalid/x")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from beamq.demand_cache import DemandCache, claim_folder
 from beamq.errors import DiskError, HubError, Interrupted
-from beamq.shard_supply import ShardSupply
+from beamq.hub.demand_cache import DemandCache, claim_folder
+from beamq.hub.shard_supply import ShardSupply
 
 SIZES = {name: 1000 for name in "abcdef"}
 

@@ -1,0 +1,1 @@
+"""The model card that travels with the weights."""

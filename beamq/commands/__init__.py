@@ -1,0 +1,1 @@
+"""The commands: options in, exit code out."""

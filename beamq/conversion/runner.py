@@ -1,0 +1,313 @@
+"""Run a plan's work to a whole folder, or to a state from which the same call can go on.
+
+    preflight -> prepare the folder, lock, journal -> jobs by a crew -> [ranks meet] -> finalise
+
+Shared by everything that turns one checkpoint into another; what differs (kernels, configs) is
+in the work's jobs and in the `finalise` callable.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beamq.checkpoint import Checkpoint
+from beamq.checksum import DEFAULT_ALGORITHM
+from beamq.config import read_json_object
+from beamq.conversion import output_folder
+from beamq.conversion.cpu_engine import HELD_BYTES, PIECE_BYTES
+from beamq.conversion.crew import Crew
+from beamq.conversion.journal import (
+    STATE_DIR,
+    Identity,
+    Journal,
+    OutputLock,
+    ShardRecord,
+    check_identity,
+    sound_counts,
+)
+from beamq.conversion.open_shards import OpenShards
+from beamq.conversion.output_folder import MANIFEST_NAME
+from beamq.conversion.preflight import check_small_tensors
+from beamq.conversion.scale_source import ScaleSource
+from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
+from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, check_budget
+from beamq.plan import Work
+from beamq.ranks import Ranks, share
+from beamq.shards import publish
+from beamq.signals import stop_on_signals
+from beamq.version import __version__
+
+DEFAULT_MEMORY_BYTES = 1_500_000_000
+REPORT_STEP_BYTES = 1 << 25
+THREAD_BYTES = 1 << 23  # address space of a thread, besides its stack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Told now and then during a run: source bytes read so far by this process, and in all."""
+
+    done_nbytes: int
+    total_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How to run, apart from what. `memory` bounds the group buffers, in bytes, `cache_bytes` the
+    shards of a remote source that are on disk at a time."""
+
+    workers: int
+    memory: int
+    resume: bool
+    overwrite: bool
+    on_progress: Callable[[Progress], None] | None
+    cache_bytes: int = DEFAULT_CACHE_BYTES
+
+
+Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
+
+
+def default_workers() -> int:
+    """Threads: the cores this process may use, at most 32."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(32, cores or 1))
+
+
+def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
+    """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
+    largest = min(work.largest_group_nbytes, HELD_BYTES)
+    return max(min(workers * largest, budget), largest) + workers * 4 * PIECE_BYTES
+
+
+def check_memory(work: Work, budget: int) -> None:
+    """Raise `MemoryBudgetError` if one scale group does not fit the budget."""
+    largest = min(work.largest_group_nbytes, HELD_BYTES)
+    if largest > budget:
+        raise MemoryBudgetError(
+            f"--max-host-memory {budget / 1e9:.2f} GB is less than the largest group of linears"
+            f" that share a scale ({largest / 1e9:.2f} GB); allow at least that"
+        )
+
+
+def check_address_space(work: Work, workers: int, budget: int) -> None:
+    """Raise `MemoryBudgetError` if a limit on address space (`ulimit -v`) leaves too little.
+
+    Buffers could fail one by one, but a thread that starts without memory dies unheard, and who
+    started it waits for ever.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):  # not Linux
+        return
+    stack = THREAD_BYTES if stack == resource.RLIM_INFINITY else stack
+    needed = predicted_host_nbytes(work, workers, budget)
+    needed += (workers + 1) * (stack + THREAD_BYTES)
+    if used + needed > limit:
+        raise MemoryBudgetError(
+            f"the limit on address space (ulimit -v) is {limit / 1e9:.2f} GB and"
+            f" {(used + needed) / 1e9:.2f} GB are needed; raise it, or use fewer --workers or a"
+            " smaller --max-host-memory"
+        )
+
+
+def check_cache(work: Work, budget: int) -> None:
+    """Raise `DiskError` if the remote shards that one job reads do not fit the cache together."""
+    remote = work.remote_shards
+    check_budget([job.files.intersection(remote) for job in work.jobs], remote, budget)
+
+
+def cache_folder(output: Path, ranks: Ranks) -> Path:
+    """Where a rank keeps shards of a remote source: in the state folder, which goes at the end."""
+    return output / STATE_DIR / f"source-{ranks.rank}"
+
+
+class Runner:
+    """One run. `run` returns the manifest (None on other ranks) and how many shards were kept."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        work: Work,
+        output: Path,
+        scales: ScaleSource,
+        ranks: Ranks,
+        options: RunOptions,
+        finalise: Finalise,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._work = work
+        self._output = output
+        self._scales = scales
+        self._ranks = ranks
+        self._options = options
+        self._finalise = finalise
+        self._identity = Identity(
+            version=__version__,
+            source=work.source_fingerprint,
+            recipe=work.recipe_digest,
+            input_scales=scales.digest,
+            plan=work.digest(),
+            checksum=DEFAULT_ALGORITHM,
+        )
+
+    def run(self) -> tuple[dict[str, Any] | None, int]:
+        """All steps. Raises `BeamqError`s; whatever is durable then can be resumed."""
+        journal = Journal(self._output, self._identity, self._ranks.rank)
+        lock: OutputLock | None = None
+        options = self._options
+        try:
+            with self._ranks.meeting():
+                check_address_space(self._work, options.workers, options.memory)
+                if self._ranks.first:
+                    check_small_tensors(self._checkpoint, self._work)
+                    output_folder.prepare(
+                        self._output, resume=options.resume, overwrite=options.overwrite
+                    )
+                    lock = OutputLock(self._output)
+                    # Another run may have come and gone between the look and the lock.
+                    output_folder.prepare(
+                        self._output, resume=options.resume, overwrite=options.overwrite
+                    )
+            if options.resume and (whole := self._already_whole()) is not None:
+                if self._ranks.first:
+                    journal.remove()  # the last step, if a crash came before it
+                return (whole if self._ranks.first else None), len(self._work.shards)
+            with self._ranks.meeting():
+                if self._ranks.first:
+                    self._begin(journal)
+            with self._ranks.meeting():
+                journal.load()
+                kept = len(journal.done)
+                journal.open()
+            with self._ranks.meeting():
+                self._convert(journal)
+                self._checkpoint.check_unchanged()
+            if not self._ranks.first:
+                return None, kept
+            journal.load()
+            manifest = self._finalise(journal.done)
+            journal.remove()
+            return manifest, kept
+        finally:
+            journal.close()
+            if lock is not None:
+                lock.release()
+            self._ranks.leave()
+
+    def _already_whole(self) -> dict[str, Any] | None:
+        """The manifest, if this very conversion is complete in the output already."""
+        path = self._output / MANIFEST_NAME
+        if not path.exists():
+            return None
+        manifest = read_json_object(path, ResumeError, 1 << 30)
+        scales, digests = manifest.get("input_scales"), manifest.get("digests")
+        recorded = {
+            **(digests if isinstance(digests, dict) else {}),
+            "version": manifest.get("beamq"),
+            "checksum": manifest.get("checksum"),
+            "input_scales": scales.get(self._scales.key) if isinstance(scales, dict) else None,
+        }
+        check_identity(self._identity, recorded, self._output)
+        if not sound_counts(manifest.get("counts", {})):
+            raise ResumeError(f"{path}: its counts are damaged; start again with --overwrite")
+        return manifest
+
+    def _begin(self, journal: Journal) -> None:
+        """First rank: make the folder ready, finish renames that a crash cut short."""
+        if not self._options.resume:
+            output_folder.clear(self._output)
+        output_folder.unload(self._output)
+        journal.load()
+        finished = 0
+        for shard in self._work.shards:
+            record = journal.done.get(shard.name)
+            if record is None:
+                continue
+            if list(record.tensors) != [tensor.name for tensor in shard.tensors]:
+                raise ResumeError(
+                    f"{self._output}: the journal's record of {shard.name} is not of this plan;"
+                    " start again with --overwrite"
+                )
+            final, partial = self._output / shard.name, self._output / f"{shard.name}.partial"
+            if not final.exists() and partial.exists():
+                publish(partial, final)
+            if not final.exists() or final.stat().st_size != shard.nbytes:
+                raise ResumeError(
+                    f"{final}: recorded as finished but missing or of another size; start again"
+                    " with --overwrite"
+                )
+            finished += shard.nbytes
+        output_folder.check_space(self._output, self._work, finished, self._options.cache_bytes)
+        output_folder.remove_stale(self._output, self._work)
+        journal.open()
+
+    def _convert(self, journal: Journal) -> None:
+        work = self._work
+        weights = [0] * len(work.shards)
+        for job in work.jobs:
+            weights[job.shard] += job.source_nbytes
+        mine = [
+            index
+            for index in sorted(share(weights, self._ranks))
+            if work.shards[index].name not in journal.done
+        ]
+        chosen = frozenset(mine)
+        jobs = [job for job in work.jobs if job.shard in chosen]
+        stop = threading.Event()
+        meter = _Meter(self._options.on_progress, sum(weights[index] for index in mine))
+        try:
+            with (
+                stop_on_signals(stop),
+                OpenShards(work, self._output, journal, jobs, stop) as shards,
+            ):
+                if self._scales.feed is not None:
+                    done = self._scales.feed.run(jobs, shards, advance=meter.advance, stop=stop)
+                    jobs = [job for job in jobs if id(job) not in done]
+                Crew(
+                    self._checkpoint,
+                    jobs,
+                    shards,
+                    workers=self._options.workers,
+                    memory_budget=self._options.memory,
+                    scales=work.scales,
+                    input_scale=self._scales.of,
+                    advance=meter.advance,
+                    stop=stop,
+                ).run()
+        except Interrupted:
+            finished = sum(shard.name in journal.done for shard in work.shards)
+            raise Interrupted(
+                f"interrupted; {finished} of {len(work.shards)} shards are finished."
+                " Run the same command with --resume to continue"
+            ) from None
+
+
+class _Meter:
+    """Adds up bytes from many threads and reports in steps."""
+
+    def __init__(self, report: Callable[[Progress], None] | None, total: int) -> None:
+        self._report = report
+        self._total = total
+        self._done = 0
+        self._told = 0
+        self._lock = threading.Lock()
+
+    def advance(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            due = self._done - self._told >= REPORT_STEP_BYTES or self._done == self._total
+            if due:
+                self._told = self._done
+            done = self._done
+        if due and self._report is not None:
+            self._report(Progress(done_nbytes=done, total_nbytes=self._total))

@@ -1,0 +1,1 @@
+"""Traffic with the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""What commands print: results as tables and lines."""
