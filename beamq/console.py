@@ -14,8 +14,10 @@ import math
 import os
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -34,8 +36,11 @@ from rich.table import Table
 from rich.text import Text
 
 from beamq.errors import DiskError, printable
+from beamq.ranks import current_ranks
+from beamq.sizes import show_bytes, show_seconds
 
 WIDTH = 80
+LINE_SECONDS = 30.0  # between lines of progress where no bar can be drawn
 # A rule of hyphens under the header and nothing else: the same in every encoding.
 _RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 Advance = Callable[[int, int], None]
@@ -88,12 +93,16 @@ class Screen:
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[Advance | None]:
-        """A bar with rate and time left while the block runs, if stderr is a terminal.
+        """While the block runs: on a terminal a bar with rate and time left, elsewhere a line now
+        and then, so that the log of a long run shows life.
 
-        Yields what to call with bytes done and in all, or None where nobody would see it.
+        Yields what to call with bytes done and in all, or None where nobody wants to see it.
         """
-        if self._quiet or not sys.stderr.isatty():
+        if self._quiet or not current_ranks().first:
             yield None
+            return
+        if not sys.stderr.isatty():
+            yield _Lines(doing).advance
             return
         bar = _bar(Console(file=sys.stderr, highlight=False))
         task = bar.add_task(doing, total=None)
@@ -106,6 +115,31 @@ class Screen:
             yield advance
         finally:
             bar.stop()
+
+
+class _Lines:
+    """`converting: 41% (120.50 GB of 293.62 GB) after 3 min 5 s`, every `LINE_SECONDS`."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._begun = self._told = time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, done: int, total: int) -> None:
+        """May be called from any thread, as often as there is something to say."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told < LINE_SECONDS or not total:
+                return
+            self._told = now
+            with suppress(DiskError):  # a log that cannot be written to must not end the run
+                _print(
+                    sys.stderr,
+                    [
+                        f"{self._doing}: {done / total:.0%} ({show_bytes(done)} of"
+                        f" {show_bytes(total)}) after {show_seconds(now - self._begun)}"
+                    ],
+                )
 
 
 def write_json(data: Mapping[str, Any]) -> None:

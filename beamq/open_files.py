@@ -46,14 +46,13 @@ class OpenFiles:
 
     def changed(self) -> str | None:
         """A file that is not what it was when `expect` was called, or None."""
-        for file, seen in self._seen.items():
-            try:
-                if _identity(os.stat(self._locate(file))) == seen:
-                    continue
-            except OSError:
-                pass
-            return file
-        return None
+        return next((file for file in self._seen if not self._is_same(file)), None)
+
+    def _is_same(self, file: str) -> bool:
+        try:
+            return _identity(os.stat(self._locate(file))) == self._seen[file]
+        except OSError:  # gone, or no longer to be looked at: not what it was
+            return False
 
     def _acquire(self, file: str) -> int:
         with self._lock:

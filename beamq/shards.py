@@ -48,32 +48,36 @@ class Shard:
 
 
 @contextmanager
-def disk_errors(path: Path, action: str) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DiskError` that says what to do."""
+def disk_errors(path: Path, action: str, *, resumable: bool = True) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `DiskError` that says what to do.
+
+    `resumable` says whether what was begun can go on with `--resume`, or is just done again.
+    """
     try:
         yield
     except OSError as fault:
         what = fault.strerror or str(fault)
-        remedy = _remedy(fault.errno, path)
+        remedy = _remedy(fault.errno, path, resumable)
         raise DiskError(f"{path}: {action} failed: {what}; {remedy}") from fault
 
 
-def _remedy(number: int | None, path: Path) -> str:
+def _remedy(number: int | None, path: Path, resumable: bool) -> str:
+    again = "run again with --resume" if resumable else "run it again"
     if number in (errno.ENOSPC, errno.EDQUOT):
         full = "disk full" if _has_inodes(path.parent) else "the disk has no inode left"
-        return f"{full}; free space, then run again with --resume"
+        return f"{full}; free space, then {again}"
     if number == errno.EFBIG:
-        return (
-            "file-size limit reached (ulimit -f, or the file system's); raise it, or use a smaller"
-            " --max-shard-size"
-        )
+        smaller = ", or use a smaller --max-shard-size" if resumable else ""
+        return f"file-size limit reached (ulimit -f, or the file system's); raise it{smaller}"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "choose a folder that may be written to"
     if number in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG):
         return "something is in the way there; choose another output"
     if number in (errno.EMFILE, errno.ENFILE):
-        return "too many open files; raise ulimit -n, then run again with --resume"
-    return "check the disk, then run again with --resume"
+        return f"too many open files; raise ulimit -n, then {again}"
+    if number == errno.ENOENT:
+        return f"check the path, then {again}"
+    return f"check the disk, then {again}"
 
 
 def _has_inodes(folder: Path) -> bool:
@@ -91,13 +95,19 @@ class ShardWriter:
     any number of shards may be under way with few files open.
     """
 
-    def __init__(self, folder: Path, shard: Shard) -> None:
+    def __init__(self, folder: Path, shard: Shard, *, create: bool = True) -> None:
+        """Without `create`, another process has made the file, and will name it."""
         self.shard = shard
         self.final = folder / shard.name
         self.partial = folder / (shard.name + PARTIAL)
         self._lock = threading.Lock()
         self._users = 0
         self._descriptor = -1
+        if create:
+            self._create()
+
+    def _create(self) -> None:
+        shard = self.shard
         with disk_errors(self.partial, "creating it"):
             self._descriptor = os.open(self.partial, _CREATE, 0o644)
         try:
@@ -148,9 +158,9 @@ class ShardWriter:
         publish(self.partial, self.final)
 
 
-def publish(partial: Path, final: Path) -> None:
+def publish(partial: Path, final: Path, *, resumable: bool = True) -> None:
     """Rename atomically, then make the rename durable."""
-    with disk_errors(final, "renaming into place"):
+    with disk_errors(final, "renaming into place", resumable=resumable):
         os.replace(partial, final)
         sync_folder(final.parent)
 
@@ -179,14 +189,17 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(exist_ok=True)  # says so where a file is in the way
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a small file so that it is either absent, old, or whole and durable."""
+def write_file(path: Path, content: bytes, *, resumable: bool = True) -> None:
+    """Write a small file so that it is either absent, old, or whole and durable.
+
+    `resumable`: see `disk_errors`.
+    """
     partial = path.with_name(path.name + PARTIAL)
-    with disk_errors(path, "writing"), _create(partial) as stream:
+    with disk_errors(path, "writing", resumable=resumable), _create(partial) as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    publish(partial, path)
+    publish(partial, path, resumable=resumable)
 
 
 def write_json(path: Path, data: Any) -> None:

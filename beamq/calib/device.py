@@ -46,12 +46,13 @@ class DevicePlan:
 
 
 def choose_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this process; "auto" and "cuda" are one GPU a rank. Raises `DeviceError`."""
+    """The device of this process; "auto" and "cuda" are one GPU a rank.
+
+    Raises `UsageError` for another name, `DeviceError` where there is no such device.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = usable_device(name)
-    if device.type not in BATCH_TOKENS:
-        raise DeviceError(f"device {name}: calibration runs on cpu or cuda")
     if device.type == "cuda" and ":" not in name:
         local = int(os.environ.get("LOCAL_RANK", 0)) if ranks.world > 1 else 0
         if local >= torch.cuda.device_count():
@@ -79,12 +80,16 @@ def plan_device(
     samples: int,
     length: int,
     visited: bool = False,
+    taken_nbytes: int = 0,
 ) -> DevicePlan:
-    """The plan of one process. Raises `MemoryBudgetError` if one expert at a time is too much."""
+    """The plan of one process, beside `taken_nbytes` that others will take of a GPU.
+
+    Raises `MemoryBudgetError` if one expert at a time is too much.
+    """
     config = BeamConfig.from_dict(checkpoint.config)
     budget = options.max_device_memory
     if budget is None and device.type == "cuda":
-        budget = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0])
+        budget = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]) - taken_nbytes
     batch = max(rows.stop - rows.start for rows in batch_rows(device, samples, length)) * length
     return fit(
         checkpoint,

@@ -19,7 +19,7 @@ from beamq.calib.stats import CalibrationStats, ExpertsMode
 from beamq.calib.stats_file import load_stats, save_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.conversion.journal import OutputLock
+from beamq.conversion.journal import OutputLock, refuse_busy
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.ranks import current_ranks
@@ -79,6 +79,10 @@ def calibrate(
     )
     ranks = current_ranks()
     target = Path(stats).expanduser()
+    if target.exists() and not (resume or overwrite):
+        raise _in_the_way(target)
+    if ranks.world == 1:  # one of several would meet its own first rank there
+        refuse_busy(state_folder(target))
     try:
         place, budget = state_folder(target) / f"source-{ranks.rank}", cache_bytes // ranks.world
         with open_checkpoint(source, cache_bytes=budget, cache_folder=place) as checkpoint:
@@ -100,6 +104,10 @@ def state_folder(target: Path) -> Path:
     return target.with_name(target.name + STATE_SUFFIX)
 
 
+def _in_the_way(target: Path) -> ResumeError:
+    return ResumeError(f"{target}: exists; give --overwrite to replace it, or another name")
+
+
 def _finished(
     target: Path, prepared: Prepared, *, resume: bool, overwrite: bool
 ) -> CalibrationStats | None:
@@ -107,7 +115,7 @@ def _finished(
     if not target.exists() or overwrite:
         return None
     if not resume:
-        raise ResumeError(f"{target}: exists; give --overwrite to replace it, or another name")
+        raise _in_the_way(target)
     found = load_stats(target)
     found.check_model(prepared.fingerprint, prepared.checkpoint.label)
     options = prepared.options

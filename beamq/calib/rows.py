@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import CalibrationError, MissingDependencyError
+from beamq.errors import BeamqError, CalibrationError, MissingDependencyError
+from beamq.hub.calls import hub_call
 
 COLUMNS = ("text", "messages")
 MAX_LINE_BYTES = 1 << 28
 SHUFFLE_BUFFER_ROWS = 1024
+LOOK_UP_SECONDS = 10.0
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 Skip = Callable[[str, str], None]
@@ -170,6 +172,7 @@ def hub_rows(name: str, options: Mapping[str, str], *, seed: int) -> Iterator[Ro
     except ImportError as fault:
         raise MissingDependencyError(f"--data {name} needs `datasets`: {fault}") from fault
     try:
+        _look_up(name, options.get("revision"))
         found = datasets.load_dataset(
             name,
             options.get("config"),
@@ -182,13 +185,28 @@ def hub_rows(name: str, options: Mapping[str, str], *, seed: int) -> Iterator[Ro
         shuffled = found.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
         for index, values in enumerate(shuffled):
             yield Row(values, lambda index=index: f"dataset {name}, row {index} as shuffled")  # type: ignore[misc]
-    except CalibrationError:
+    except BeamqError:
         raise
     except Exception as fault:  # network, Hub, config and format errors share no base class
         raise CalibrationError(
             f"--data {name}: neither a file or folder here nor a dataset that could be read from"
             f" the Hub: {type(fault).__name__}: {str(fault)[:160]}"
         ) from fault
+
+
+def _look_up(name: str, revision: str | None) -> None:
+    """Ask the Hub whether there is such a dataset: `datasets` would ask for minutes.
+
+    Raises `HubError` (there is none, or it is gated), `HubUnreachableError`.
+    """
+    from huggingface_hub import HfApi
+
+    hub_call(
+        f"datasets/{name}",
+        "looking for a dataset of that name",
+        lambda: HfApi().dataset_info(name, revision=revision, timeout=LOOK_UP_SECONDS),
+        attempts=2,
+    )
 
 
 def _only_split(name: str, splits: Mapping[str, Any]) -> Any:

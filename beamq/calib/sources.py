@@ -36,6 +36,10 @@ from beamq.errors import CalibrationError
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 ROW_SUFFIXES = (".jsonl", ".parquet")
 SUFFIXES = (*TEXT_SUFFIXES, *ROW_SUFFIXES)
+OTHER_SUFFIXES = (  # of files that are not read, but are no dataset either
+    ".json", ".csv", ".tsv", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".text",
+    ".rst", ".html", ".xml", ".yaml", ".yml", ".pdf", ".docx", ".log",
+)  # fmt: skip
 JSONL_BLOCK_BYTES = 1 << 16
 MAX_UNITS_PER_FILE = 1 << 16
 MAX_WAITING_CHARACTERS = 1 << 26
@@ -93,8 +97,7 @@ def parse_spec(text: str) -> DataSpec:
     if Path(name).expanduser().exists():
         return _path_spec(text, name, weight)
     found = _HUB.fullmatch(name)
-    looks_like_path = name.startswith((".", "~", "/")) or Path(name).suffix in SUFFIXES
-    if found is None or looks_like_path:
+    if found is None or _looks_like_path(name):
         raise CalibrationError(
             f"--data {text}: no such file or folder (and not a dataset's name: owner/name)"
         )
@@ -113,6 +116,17 @@ def parse_spec(text: str) -> DataSpec:
         weight=weight,
         options=tuple((key, value) for key, value in options),
     )
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a name that is not there was meant for a file or folder, not for a dataset.
+
+    By how it begins, how it ends, or since the folder it would lie in is here.
+    """
+    path = Path(name)
+    begins = name.startswith((".", "~", "/"))
+    ends = path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES)
+    return begins or ends or ("/" in name and path.parent.is_dir())
 
 
 def _split_weight(text: str) -> tuple[str, float]:

@@ -96,7 +96,7 @@ def card_with_comparison(folder: Path, table: str) -> None:
         text = _COMPARISON.sub(lambda _: block, text, count=1)
     else:
         text = f"{text.rstrip()}\n\n{section}"
-    write_file(path, text.encode())
+    write_file(path, text.encode(), resumable=False)
 
 
 def _comparison_section(content: str) -> str:

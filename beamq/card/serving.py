@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from beamq.card.front import is_servable
-from beamq.memory import GPUS, KV_ITEMSIZE, fit, model_weights
+from beamq.machines import GPUS, fit
+from beamq.memory import KV_ITEMSIZE, model_weights
 from beamq.plan import Plan
 
 DEFAULT_CONTEXT = 131_072
@@ -20,7 +21,7 @@ READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How an engine takes a format. `gpus` are names in `memory.GPUS`; `notes` are its limits."""
+    """How an engine takes a format. `gpus` are names in `machines.GPUS`; `notes` are its limits."""
 
     name: str
     command: str

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from beamq.commands import outcome
-from beamq.commands.options import AsJson, Data, Debug, Device, Dtype, Quiet, Seed, Source, Verbose
+from beamq.commands.options import (
+    AsJson,
+    Data,
+    Debug,
+    Device,
+    EvaluationDtype,
+    EvaluationLength,
+    EvaluationSamples,
+    Quiet,
+    Report,
+    Seed,
+    Source,
+    Verbose,
+)
 
 if TYPE_CHECKING:
     from beamq.console import Screen
@@ -23,29 +36,15 @@ def compare(
         ),
     ],
     data: Data = None,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", min=1, help="Rows of tokens.", show_default="64; 16 on a CPU"),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            "--sequence-length", min=2, help="Tokens of a row.", show_default="2048; 512 on a CPU"
-        ),
-    ] = None,
+    samples: EvaluationSamples = None,
+    sequence_length: EvaluationLength = None,
     seed: Seed = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="DIR", help="Write report.html, .md and .json there."),
-    ] = None,
+    report: Report = None,
     write_card: Annotated[
         bool,
         typer.Option("--write-card", help="Put each one's figures into its README.md."),
     ] = False,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option("--dtype", help="Of activations.", show_default="bfloat16; float32 on a CPU"),
-    ] = None,
+    dtype: EvaluationDtype = None,
     device: Device = "auto",
     gemm: Annotated[
         str | None,
@@ -69,8 +68,11 @@ def compare(
     def body(screen: Screen) -> int:
         from beamq.eval.compare import compare as run
         from beamq.eval.report import write_cards, write_report
+        from beamq.eval.report_files import check_report_folder
         from beamq.views.compare import compare_blocks, compare_data
 
+        if report is not None:
+            check_report_folder(report)
         screen.say(f"Running {source} and {len(checkpoints)} more on the same text ...")
         with screen.progress("comparing") as advance:
             found = run(

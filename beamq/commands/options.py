@@ -1,6 +1,6 @@
 """The options that several commands share, with their help: part of the command line's face.
 
-With cli.py the only importer of typer. Defaults are given where a command uses an option.
+Only cli.py and commands import typer. Defaults are given where a command uses an option.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ DtypeOption = Annotated[
     typer.Option("--dtype", help="Of activations.", show_default="bfloat16"),
 ]
 Device = Annotated[
-    str, typer.Option("--device", help="auto (a GPU where there is one), cpu, cuda or cuda:N.")
+    str, typer.Option("--device", help="auto (a GPU where it helps), cpu, cuda or cuda:N.")
 ]
 DeviceMemory = Annotated[
     str | None,
@@ -138,6 +138,34 @@ DeviceMemory = Annotated[
         show_default="what a GPU has free",
     ),
 ]
+EvaluationSamples = Annotated[
+    int | None,
+    typer.Option("--samples", min=1, help="Rows of tokens.", show_default="64; 16 on a CPU"),
+]
+EvaluationLength = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length", min=2, help="Tokens of a row.", show_default="2048; 512 on a CPU"
+    ),
+]
+PartsSamples = Annotated[
+    int | None, typer.Option("--samples", min=1, help="Rows of tokens.", show_default="8")
+]
+PartsLength = Annotated[
+    int | None,
+    typer.Option(
+        "--sequence-length", min=2, help="Tokens of a row.", show_default="1024; 256 on a CPU"
+    ),
+]
+EvaluationDtype = Annotated[
+    Dtype | None,
+    typer.Option("--dtype", help="Of activations.", show_default="bfloat16; float32 on a CPU"),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="DIR", help="Write it as HTML, Markdown and JSON there."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and check, write nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out of lists.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
@@ -29,6 +30,7 @@ from beamq.errors import (
 if TYPE_CHECKING:
     from beamq.console import Screen
 
+TERMINAL_WIDTH = 80
 Body = Callable[["Screen"], int | None]
 
 
@@ -77,11 +79,23 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
         kind, code = "InternalError", 1
         remedy = "please report it" if debug else "run with --debug and report it"
         text = f"internal error: {type(error).__name__}: {printable(str(error))}; {remedy}"
-    _write(sys.stderr, f"error: {text}\n")
+    _write(sys.stderr, _lines(f"error: {text}"))
     if as_json:
         found = {"error": text, "kind": kind, "exit_code": code}
         _write(sys.stdout, json.dumps(found, indent=2) + "\n")
     return code
+
+
+def _lines(text: str) -> str:
+    """One line for a log or a pipe; on a terminal broken between words, as all that is said."""
+    try:
+        terminal = sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is no such stream, or it is closed
+        terminal = False
+    if not terminal:
+        return f"{text}\n"
+    wrapped = textwrap.wrap(text, TERMINAL_WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapped) + "\n"
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -14,8 +14,11 @@ from beamq.commands.options import (
     Data,
     Debug,
     Device,
-    Dtype,
+    EvaluationDtype,
+    PartsLength,
+    PartsSamples,
     Quiet,
+    Report,
     Seed,
     Source,
     Verbose,
@@ -31,15 +34,8 @@ def sensitivity(
     source: Source,
     checkpoint: Checkpoint,
     data: Data = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", min=1, help="Rows of tokens.", show_default="8")
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(
-            "--sequence-length", min=2, help="Tokens of a row.", show_default="1024; 256 on a CPU"
-        ),
-    ] = None,
+    samples: PartsSamples = None,
+    sequence_length: PartsLength = None,
     seed: Seed = None,
     exclude_worst: Annotated[
         int | None,
@@ -57,14 +53,8 @@ def sensitivity(
         Path | None,
         typer.Option("--write-recipe", metavar="FILE", help="Write that choice as a recipe."),
     ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option("--report", metavar="DIR", help="Write sensitivity.html, .md, .json there."),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None,
-        typer.Option("--dtype", help="Of activations.", show_default="bfloat16; float32 on a CPU"),
-    ] = None,
+    report: Report = None,
+    dtype: EvaluationDtype = None,
     device: Device = "auto",
     gemm: Annotated[
         str, typer.Option("--gemm", help="How to multiply (weights-only: activations unquantized).")
@@ -82,6 +72,7 @@ def sensitivity(
 
     def body(screen: Screen) -> None:
         from beamq.eval.parts import choose
+        from beamq.eval.report_files import check_report_folder
         from beamq.eval.sensitivity import sensitivity as run
         from beamq.eval.sensitivity_report import write_sensitivity
         from beamq.views.sensitivity import sensitivity_blocks, sensitivity_data
@@ -95,6 +86,8 @@ def sensitivity(
             )
         if write_recipe is not None and write_recipe.suffix not in (".yaml", ".yml"):
             raise UsageError(f"--write-recipe {write_recipe}: a recipe's name ends in .yaml")
+        if report is not None:
+            check_report_folder(report)
         screen.say(f"Running the parts of {checkpoint} one by one in {source} ...")
         with screen.progress("measuring") as advance:
             found = run(
@@ -126,5 +119,6 @@ def _write(found: Sensitivity, choice: Choice, path: Path) -> Path:
     from beamq.eval.parts import recipe_yaml, sparing_recipe
     from beamq.shards import write_file
 
-    write_file(path.expanduser(), recipe_yaml(sparing_recipe(found, choice)).encode())
+    text = recipe_yaml(sparing_recipe(found, choice))
+    write_file(path.expanduser(), text.encode(), resumable=False)
     return path

@@ -17,6 +17,7 @@ from typing import Any
 from beamq.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.conversion import output_folder
+from beamq.conversion.engines import CpuEngines
 from beamq.conversion.finalise import build_index, shard_manifest, write_manifest
 from beamq.conversion.integrity import check_recorded_bytes
 from beamq.conversion.journal import ShardRecord
@@ -66,21 +67,27 @@ def dequantize(
     workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    on_plan: Callable[[Work], None] = lambda work: None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> DequantizeResult:
     """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
 
-    A local folder is first held against the checksums in its `beamq.json`. Raises
-    `CheckpointError` where they differ, `TensorError` when nothing is quantized or scales are
-    missing or mis-shaped, and the same `EnvironmentFault`s as `quantize`.
+    `on_plan` is called before work. A local folder is first held against the checksums in its
+    `beamq.json`. Raises `CheckpointError` where they differ, `TensorError` when nothing is
+    quantized or scales are missing or mis-shaped, and the same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
     output, ranks = user_path(output), current_ranks()
     output_folder.check_places(checkpoint, output)
+    with ranks.meeting():
+        if ranks.first:
+            output_folder.check(output, resume=resume, overwrite=overwrite)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
     with open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place) as source:
         work = make_decode_work(source, max_shard_bytes)
         check_cache(work, budget)
+        if ranks.first:
+            on_plan(work)
         if ranks.first and isinstance(source.source, LocalFiles):
             check_recorded_bytes(source, workers or default_workers())
 
@@ -91,6 +98,7 @@ def dequantize(
             checkpoint=source,
             work=work,
             output=output,
+            engines=CpuEngines(source, DEFAULT_MEMORY_BYTES),
             scales=no_scales("decoding needs no input scale"),
             ranks=ranks,
             options=RunOptions(

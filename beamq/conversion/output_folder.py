@@ -1,27 +1,30 @@
 """The output folder before and after a run: may we write here, is there room, what is stale.
 
-Refused: an output inside (or equal to, or around) the source, a non-empty folder without
-`--overwrite` or `--resume`, one that `--overwrite` would empty though it is no checkpoint, or that
-`--resume` would tidy up though no run of ours began there, a disk too small for what the plan will
-write.
+Refused: an output inside (or equal to, or around) the source, one that another process writes to,
+a non-empty folder without `--overwrite` or `--resume`, one that `--overwrite` would empty though it
+is no checkpoint, or that `--resume` would tidy up though no run of ours began there, a disk too
+small for what the plan will write. A run that is refused leaves no trace.
 """
 
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from beamq.checkpoint import INDEX_NAME
-from beamq.conversion.journal import LOCK_NAME, STATE_DIR
+from beamq.conversion.journal import LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
 from beamq.errors import DiskError, ResumeError, UsageError
 from beamq.hub.repo import hub_source
 from beamq.plan import Work
 from beamq.shards import PARTIAL, disk_errors, make_folder, sync_folder
+from beamq.sizes import show_bytes
 from beamq.small_files import user_path
 from beamq.source_files import WEIGHT_SUFFIXES
 
 MANIFEST_NAME = "beamq.json"
-DISK_MARGIN = 64_000_000  # configs, index and file-system overhead, in bytes
+BESIDE_NBYTES = 65_536  # configs, card
+BESIDE_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and journal
 
 
 def check_places(source: str | Path, output: Path) -> None:
@@ -37,17 +40,23 @@ def check_places(source: str | Path, output: Path) -> None:
         )
 
 
-def prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Create the folder, or check that an existing one may be written to.
+def check(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Look at the folder, if there is one, whether a run may begin or go on there.
 
-    Raises `UsageError` (both options), `ResumeError` (in use, nothing to resume), `DiskError`.
+    Creates and changes nothing, so it can be asked before anything else is done. Raises
+    `UsageError` (both options), `OutputBusyError`, `ResumeError` (in use, nothing to resume).
     """
     if resume and overwrite:
         raise UsageError("--resume and --overwrite contradict each other; give one")
     if output.exists() and not output.is_dir():
         raise ResumeError(f"{output}: exists and is not a folder; choose another output")
-    with disk_errors(output, "creating the folder"):
-        make_folder(output)
+    if output.exists():
+        refuse_busy(output)
+        _check_content(output, resume=resume, overwrite=overwrite)
+
+
+def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
+    with disk_errors(output, "looking into the folder", resumable=False):
         content = {path.name for path in output.iterdir()} - {LOCK_NAME}
     if not content:
         return
@@ -69,6 +78,36 @@ def prepare(output: Path, *, resume: bool, overwrite: bool) -> None:
         raise ResumeError(
             f"{output}: not empty and not a checkpoint; --overwrite will not delete it"
         )
+
+
+class Claim:
+    """The output folder, made and locked for one run. `release` when the run ends.
+
+    Raises what `check` raises, and `DiskError` where the folder cannot be made. Folders that were
+    made for the run and have nothing in them when it ends are removed again.
+    """
+
+    def __init__(self, output: Path, *, resume: bool, overwrite: bool) -> None:
+        check(output, resume=resume, overwrite=overwrite)
+        self._made = [path for path in (output, *output.parents) if not path.exists()]
+        self._lock: OutputLock | None = None
+        try:
+            with disk_errors(output, "creating the folder", resumable=False):
+                make_folder(output)
+            self._lock = OutputLock(output)
+            # Another run may have come and gone between the look and the lock.
+            _check_content(output, resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Unlock."""
+        if self._lock is not None:
+            self._lock.release()
+        for folder in self._made:
+            with suppress(OSError):  # not empty, as it should be, or never made
+                folder.rmdir()
 
 
 def clear(output: Path) -> None:
@@ -113,19 +152,53 @@ def fetched_nbytes(plan: Work, cache_bytes: int) -> int:
     return min(cache_bytes, sum(plan.remote_shards.values()))
 
 
-def check_space(output: Path, plan: Work, finished_nbytes: int, cache_bytes: int) -> None:
-    """Raise `DiskError` if the rest of the plan and the fetched shards do not fit the disk."""
+def disk_nbytes(plan: Work, cache_bytes: int) -> int:
+    """Disk that a whole run takes at most: the output, all beside it, and fetched shards."""
+    tensors = sum(len(shard.tensors) for shard in plan.shards)
+    beside = BESIDE_NBYTES + BESIDE_NBYTES_PER_TENSOR * tensors
+    return plan.output_nbytes + beside + fetched_nbytes(plan, cache_bytes)
+
+
+def finished_nbytes(output: Path, plan: Work) -> int:
+    """Bytes of shards that an earlier run finished, going by their names and sizes."""
+    return sum(
+        shard.nbytes
+        for shard in plan.shards
+        if (output / shard.name).is_file() and (output / shard.name).stat().st_size == shard.nbytes
+    )
+
+
+def free_nbytes(output: Path) -> int:
+    """What is free where the folder is or will be."""
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def check_space(
+    output: Path, plan: Work, finished: int, cache_bytes: int, *, replaced: bool = False
+) -> None:
+    """Raise `DiskError` if what is left of the plan and the fetched shards do not fit the disk.
+
+    `finished` are bytes of the output that are there already.
+
+    What a run removes or writes over counts as free: temporary files, fetched shards, and with
+    `replaced` all weights that are there. Changes nothing.
+    """
+    patterns = [f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*"]
+    if replaced:
+        patterns += [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
     reusable = sum(
         path.stat().st_blocks * 512
-        for pattern in (f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*")
+        for pattern in patterns
         for path in output.glob(pattern)
         if path.is_file()
     )
-    needed = plan.output_nbytes - finished_nbytes + DISK_MARGIN
-    needed += fetched_nbytes(plan, cache_bytes)
-    free = shutil.disk_usage(output).free + reusable
-    if needed - DISK_MARGIN > free:
+    needed = disk_nbytes(plan, cache_bytes) - finished
+    free = free_nbytes(output) + reusable
+    if needed > free:
         raise DiskError(
-            f"{output}: needs {needed / 1e9:.2f} GB, the disk has {free / 1e9:.2f} GB free; free"
+            f"{output}: needs {show_bytes(needed)}, the disk has {show_bytes(free)} free; free"
             " space or choose another disk"
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from beamq.card.front import check_base_model
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.conversion import output_folder
+from beamq.conversion.engine_choice import choose_engine, engine_sentence, open_engines
 from beamq.conversion.finalise import finalise
 from beamq.conversion.input_scales import check_options, given_input_scales
 from beamq.conversion.journal import ShardRecord
@@ -30,6 +31,7 @@ from beamq.conversion.runner import (
     default_workers,
 )
 from beamq.conversion.scale_source import ScaleSource
+from beamq.device_names import check_device_name
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from beamq.ranks import current_ranks
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 class QuantizeResult:
     """What a conversion did. `manifest` is beamq.json, or None for a dry run or other ranks.
 
+    `engine` says what converted, "" for a dry run.
     `stats` is what a calibration on the way saw; None where there was none, or nothing was left to
     do.
     """
@@ -55,6 +58,7 @@ class QuantizeResult:
     manifest: dict[str, Any] | None
     seconds: float
     resumed_shards: int
+    engine: str = ""
     stats: CalibrationStats | None = None
 
 
@@ -85,6 +89,7 @@ def quantize(
     overwrite: bool = False,
     dry_run: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
+    on_engine: Callable[[str], None] = lambda text: None,
     on_start: Callable[[Prepared], None] = lambda prepared: None,
     on_layer: Callable[[LayerDone], None] = lambda done: None,
     on_progress: Callable[[Progress], None] | None = None,
@@ -95,10 +100,13 @@ def quantize(
     needed, at most `cache_bytes` of them on disk at a time; `output` is a folder.
     NVFP4 needs input scales: from `calibration` (a statistics file), or constant with
     `no_calibration`; otherwise the run calibrates on the way, reading each source byte once.
+    `device` is what converts, and what calibrates: "cpu", "cuda", "cuda:N", or "auto" (see
+    `conversion.engine_choice`); the bytes are the same.
     `data` to `max_device_memory` say how (see `CalibrationOptions`; without `data`, on the default
     text), and `statistics` is a file to keep what was seen. `base_model` is the source's id on the
     Hub, for the card. `max_host_memory` bounds the
-    conversion's buffers, in bytes. `on_plan` is called before work, `on_start` with what a
+    conversion's buffers, in bytes. `on_plan` is called before work, `on_engine` with a sentence on
+    what converts and the memory it takes, `on_start` with what a
     calibration will run on, `on_layer` after each calibrated layer, `on_progress` about every
     32 MiB, from worker threads.
     Raises `BeamqError`s: `InputError` kinds before any work where headers can tell,
@@ -107,7 +115,8 @@ def quantize(
     on SIGINT or SIGTERM; all but the first leave a resumable output.
     """
     begun = time.monotonic()
-    output, ranks = user_path(output), current_ranks()
+    output, ranks, threads = user_path(output), current_ranks(), workers or default_workers()
+    check_device_name(device)
     check_base_model(base_model)
     chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
     chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
@@ -121,6 +130,9 @@ def quantize(
         max_device_memory=max_device_memory,
     )
     output_folder.check_places(source, output)
+    with ranks.meeting():
+        if ranks.first:
+            output_folder.check(output, resume=resume, overwrite=overwrite)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
     with open_checkpoint(source, cache_bytes=budget, cache_folder=place) as checkpoint:
         plan = make_plan(checkpoint, chosen, max_shard_bytes=max_shard_bytes)
@@ -137,8 +149,22 @@ def quantize(
         check_cache(plan, budget)
         if ranks.first:
             on_plan(plan)
-        manifest, kept = None, 0
-        if not dry_run:
+        manifest, kept, engine = None, 0, ""
+        if dry_run:
+            finished = output_folder.finished_nbytes(output, plan) if resume else 0
+            output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
+            if device != "auto":
+                choose_engine(
+                    device, plan, workers=threads, ranks=ranks, calibrates=scales is None
+                )
+        else:
+            choice = choose_engine(
+                device, plan, workers=threads, ranks=ranks, calibrates=scales is None
+            )
+            engines = open_engines(choice, checkpoint, plan, max_host_memory)
+            engine = choice.text(engines.workers(threads))
+            if ranks.first:
+                on_engine(engine_sentence(choice, engines, threads))
             if scales is None:
                 from beamq.calib.options import CalibrationOptions
                 from beamq.conversion.one_pass import OnePass
@@ -149,6 +175,8 @@ def quantize(
                     output,
                     CalibrationOptions(device=device, **asked),
                     ranks,
+                    engines,
+                    device_nbytes=engines.device_nbytes,
                     statistics=None if statistics is None else user_path(statistics),
                     on_start=on_start,
                     on_layer=on_layer,
@@ -157,10 +185,11 @@ def quantize(
                 checkpoint=checkpoint,
                 work=plan,
                 output=output,
+                engines=engines,
                 scales=scales,
                 ranks=ranks,
                 options=RunOptions(
-                    workers=workers or default_workers(),
+                    workers=threads,
                     memory=max_host_memory,
                     resume=resume,
                     overwrite=overwrite,
@@ -175,6 +204,7 @@ def quantize(
         manifest=manifest,
         seconds=time.monotonic() - begun,
         resumed_shards=kept,
+        engine=engine,
         stats=None if scales is None else scales.stats,
     )
 

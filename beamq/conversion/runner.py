@@ -22,11 +22,11 @@ from beamq.config import read_json_object
 from beamq.conversion import output_folder
 from beamq.conversion.cpu_engine import HELD_BYTES, PIECE_BYTES
 from beamq.conversion.crew import Crew
+from beamq.conversion.engines import Engines
 from beamq.conversion.journal import (
     STATE_DIR,
     Identity,
     Journal,
-    OutputLock,
     ShardRecord,
     check_identity,
     sound_counts,
@@ -41,6 +41,7 @@ from beamq.plan import Work
 from beamq.ranks import Ranks, share
 from beamq.shards import publish
 from beamq.signals import stop_on_signals
+from beamq.sizes import show_bytes
 from beamq.version import __version__
 
 DEFAULT_MEMORY_BYTES = 1_500_000_000
@@ -89,8 +90,8 @@ def check_memory(work: Work, budget: int) -> None:
     largest = min(work.largest_group_nbytes, HELD_BYTES)
     if largest > budget:
         raise MemoryBudgetError(
-            f"--max-host-memory {budget / 1e9:.2f} GB is less than the largest group of linears"
-            f" that share a scale ({largest / 1e9:.2f} GB); allow at least that"
+            f"--max-host-memory {show_bytes(budget)} is less than the largest group of linears"
+            f" that share a scale ({show_bytes(largest)}); allow at least that"
         )
 
 
@@ -113,8 +114,8 @@ def check_address_space(work: Work, workers: int, budget: int) -> None:
     needed += (workers + 1) * (stack + THREAD_BYTES)
     if used + needed > limit:
         raise MemoryBudgetError(
-            f"the limit on address space (ulimit -v) is {limit / 1e9:.2f} GB and"
-            f" {(used + needed) / 1e9:.2f} GB are needed; raise it, or use fewer --workers or a"
+            f"the limit on address space (ulimit -v) is {show_bytes(limit)} and"
+            f" {show_bytes(used + needed)} are needed; raise it, or use fewer --workers or a"
             " smaller --max-host-memory"
         )
 
@@ -139,6 +140,7 @@ class Runner:
         checkpoint: Checkpoint,
         work: Work,
         output: Path,
+        engines: Engines,
         scales: ScaleSource,
         ranks: Ranks,
         options: RunOptions,
@@ -147,6 +149,7 @@ class Runner:
         self._checkpoint = checkpoint
         self._work = work
         self._output = output
+        self._engines = engines
         self._scales = scales
         self._ranks = ranks
         self._options = options
@@ -163,19 +166,14 @@ class Runner:
     def run(self) -> tuple[dict[str, Any] | None, int]:
         """All steps. Raises `BeamqError`s; whatever is durable then can be resumed."""
         journal = Journal(self._output, self._identity, self._ranks.rank)
-        lock: OutputLock | None = None
+        claim: output_folder.Claim | None = None
         options = self._options
         try:
             with self._ranks.meeting():
                 check_address_space(self._work, options.workers, options.memory)
                 if self._ranks.first:
                     check_small_tensors(self._checkpoint, self._work)
-                    output_folder.prepare(
-                        self._output, resume=options.resume, overwrite=options.overwrite
-                    )
-                    lock = OutputLock(self._output)
-                    # Another run may have come and gone between the look and the lock.
-                    output_folder.prepare(
+                    claim = output_folder.Claim(
                         self._output, resume=options.resume, overwrite=options.overwrite
                     )
             if options.resume and (whole := self._already_whole()) is not None:
@@ -200,8 +198,8 @@ class Runner:
             return manifest, kept
         finally:
             journal.close()
-            if lock is not None:
-                lock.release()
+            if claim is not None:
+                claim.release()
             self._ranks.leave()
 
     def _already_whole(self) -> dict[str, Any] | None:
@@ -224,7 +222,9 @@ class Runner:
 
     def _begin(self, journal: Journal) -> None:
         """First rank: make the folder ready, finish renames that a crash cut short."""
-        if not self._options.resume:
+        cache = self._options.cache_bytes
+        if not self._options.resume:  # before anything of an earlier checkpoint is removed
+            output_folder.check_space(self._output, self._work, 0, cache, replaced=True)
             output_folder.clear(self._output)
         output_folder.unload(self._output)
         journal.load()
@@ -247,7 +247,8 @@ class Runner:
                     " with --overwrite"
                 )
             finished += shard.nbytes
-        output_folder.check_space(self._output, self._work, finished, self._options.cache_bytes)
+        if self._options.resume:
+            output_folder.check_space(self._output, self._work, finished, cache)
         output_folder.remove_stale(self._output, self._work)
         journal.open()
 
@@ -277,8 +278,9 @@ class Runner:
                     self._checkpoint,
                     jobs,
                     shards,
+                    self._engines,
                     workers=self._options.workers,
-                    memory_budget=self._options.memory,
+                    remote=bool(work.remote_shards),
                     scales=work.scales,
                     input_scale=self._scales.of,
                     advance=meter.advance,

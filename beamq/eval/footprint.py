@@ -1,7 +1,7 @@
 """What a checkpoint takes on disk and on GPUs, and which machines have room for it that had none.
 
 In: an opened checkpoint (headers only) and its `BeamConfig`. Out: a `Footprint`; `newly_fitting`
-for two of them. The sums about GPUs are `beamq.memory`'s.
+for two of them. The sums about GPUs are `beamq.machines`' and `beamq.memory`'s.
 """
 
 from __future__ import annotations
@@ -16,16 +16,8 @@ from beamq.eval.oddities import is_scale, role_of
 from beamq.eval.structure import CODE_DTYPES
 from beamq.formats.layout import Unit
 from beamq.header import ITEMSIZE
-from beamq.memory import (
-    COUNTS,
-    GPUS,
-    KV_ITEMSIZE,
-    LAYOUTS,
-    Weights,
-    best_fit,
-    kv_cache_nbytes,
-    model_weights,
-)
+from beamq.machines import COUNTS, GPUS, best_fit
+from beamq.memory import KV_ITEMSIZE, LAYOUTS, Weights, kv_cache_nbytes, model_weights
 from beamq.roles import QUANTIZABLE
 
 CONTEXTS = (32_768, 131_072, 1_048_576)

@@ -1,7 +1,6 @@
 """Reports of a comparison: report.json for programs, report.md for a pull request, report.html.
 
-In: a `Comparison` and a folder, or a candidate's own folder for its card. Out: files. Each is
-written whole or not at all; an earlier report in the folder is replaced, other files are left.
+In: a `Comparison` and a folder, or a candidate's own folder for its card. Out: files.
 """
 
 from __future__ import annotations
@@ -12,34 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from beamq.card.page import card_with_comparison
-from beamq.errors import DiskError
 from beamq.eval import tables
 from beamq.eval.comparison import Candidate, Comparison
+from beamq.eval.report_files import write_report_files
 from beamq.eval.report_html import DAMAGE_NOTE, LINEARS_NOTE, SHOWN_LAYERS, report_html, title
 from beamq.eval.tables import Table
 from beamq.eval.verdict import CAVEAT
-from beamq.shards import write_file
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 
 
 def write_report(comparison: Comparison, folder: str | Path) -> Path:
     """Write all three and return the path of the HTML. Raises `DiskError`."""
-    target = Path(folder).expanduser()
     texts = {
         JSON_NAME: json.dumps(comparison.to_dict(), indent=1, allow_nan=False) + "\n",
         MARKDOWN_NAME: report_markdown(comparison),
         HTML_NAME: report_html(comparison),
     }
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise DiskError(
-            f"{target}: cannot be made: {fault.strerror}; choose another --report"
-        ) from (fault)
-    for name, text in texts.items():
-        write_file(target / name, text.encode())
-    return target / HTML_NAME
+    return write_report_files(folder, texts) / HTML_NAME
 
 
 def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:

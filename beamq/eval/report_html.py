@@ -7,12 +7,12 @@ where matplotlib does.
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Any
 
 from beamq.eval import tables
 from beamq.eval.charts import charts
 from beamq.eval.comparison import Candidate, Comparison
+from beamq.eval.report_files import page
 from beamq.eval.verdict import CAVEAT, listed
 from beamq.sizes import show_seconds
 
@@ -32,11 +32,8 @@ LINEARS_NOTE = (
 
 def report_html(comparison: Comparison) -> str:
     """The whole page."""
-    from jinja2 import Environment  # with matplotlib, only where a report is written
-
-    text = resources.files("beamq.eval").joinpath("templates/report.html").read_text("utf-8")
-    template = Environment(autoescape=True, trim_blocks=True).from_string(text)
-    return template.render(
+    return page(
+        "report.html",
         title=title(comparison),
         text_line=tables.text_line(comparison),
         text_notes=comparison.data["notes"],

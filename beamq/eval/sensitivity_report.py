@@ -7,18 +7,16 @@ files. Styles and pictures are inline; the page loads nothing and runs no script
 from __future__ import annotations
 
 import json
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from beamq.errors import DiskError
 from beamq.eval.charts import Chart, drawing
 from beamq.eval.parts import NAMES, Choice, PartLoss, Sensitivity
 from beamq.eval.report import markdown_table
+from beamq.eval.report_files import page, write_report_files
 from beamq.eval.tables import Table
 from beamq.eval.verdict import figure
 from beamq.roles import Role
-from beamq.shards import write_file
 from beamq.sizes import show_bytes
 
 if TYPE_CHECKING:
@@ -35,22 +33,13 @@ CURVE_POINTS = 12
 
 def write_sensitivity(found: Sensitivity, choice: Choice | None, folder: str | Path) -> Path:
     """Write all three and return the path of the HTML. Raises `DiskError`."""
-    target = Path(folder).expanduser()
     data = {**found.to_dict(), "choice": None if choice is None else choice.to_dict()}
     texts = {
         JSON_NAME: json.dumps(data, indent=1, allow_nan=False) + "\n",
         MARKDOWN_NAME: _markdown(found, choice),
         HTML_NAME: _html(found, choice),
     }
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise DiskError(
-            f"{target}: cannot be made: {fault.strerror}; choose another --report"
-        ) from (fault)
-    for name, text in texts.items():
-        write_file(target / name, text.encode())
-    return target / HTML_NAME
+    return write_report_files(folder, texts) / HTML_NAME
 
 
 def headline(found: Sensitivity) -> str:
@@ -142,11 +131,8 @@ def _markdown(found: Sensitivity, choice: Choice | None) -> str:
 
 
 def _html(found: Sensitivity, choice: Choice | None) -> str:
-    from jinja2 import Environment  # with matplotlib, only where a report is written
-
-    text = resources.files("beamq.eval").joinpath("templates/sensitivity.html").read_text("utf-8")
-    template = Environment(autoescape=True, trim_blocks=True).from_string(text)
-    return template.render(
+    return page(
+        "sensitivity.html",
         title=f"Sensitivity of {found.checkpoint}",
         lines=[headline(found), text_line(found)],
         choice=None if choice is None else choice_line(choice),

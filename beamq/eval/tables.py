@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from beamq.eval.comparison import Candidate, Comparison, Member
 from beamq.eval.footprint import CONTEXTS
 from beamq.eval.verdict import figure, percent, signed, smallest_each
-from beamq.memory import COUNTS, LAYOUTS
+from beamq.machines import COUNTS
+from beamq.memory import LAYOUTS
 from beamq.sizes import show_bytes, show_gib
 
 LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}

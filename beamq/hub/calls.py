@@ -25,21 +25,26 @@ TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
 
 
 def hub_call(
-    where: str, doing: str, call: Callable[[], T], *, stopped: Callable[[], bool] = lambda: False
+    where: str,
+    doing: str,
+    call: Callable[[], T],
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    attempts: int = ATTEMPTS,
 ) -> T:
     """Make `call`, again if it fails for a reason that may pass.
 
-    `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits.
-    Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
+    `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits,
+    after `attempts` it is given up. Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
     """
     wait = FIRST_WAIT
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, attempts + 1):
         try:
             return call()
         except BeamqError:
             raise
         except Exception as fault:
-            if attempt == ATTEMPTS or stopped() or not _transient(fault):
+            if attempt == attempts or stopped() or not _transient(fault):
                 ours = _explained(fault, where, doing, attempt)
                 if ours is None:
                     raise

@@ -32,7 +32,8 @@ Tree = TypeVar("Tree")
 Tap = Callable[[TensorSpec, int, torch.Tensor], None]
 """Called as (spec, first, tensor): rows first .. first + len(tensor) - 1 of a stored tensor, as
 stored, on the CPU. Whole tensors come at once with first = 0, packed experts one at a time. Called
-from reader threads; the tensor must be neither changed nor kept beyond the call."""
+from reader threads; the tensor must not be changed, nor kept longer than its unit is being loaded
+(a layer, or a slice of its experts, the embedding, the head)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,13 @@ class Fill:
         self._reads: list[_Read] = []
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU buffer; its contents come from `read`."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+        """An uninitialised CPU buffer; its contents come from `read`.
+
+        A normal tensor even where the caller is in inference mode: reader threads are not, and may
+        not write to an inference tensor.
+        """
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Note that the whole tensor `name` goes to `out`, a contiguous part of a buffer.
@@ -87,8 +93,7 @@ class Fill:
 
     def run(self) -> None:
         """Read everything noted. Raises the first error."""
-        for _ in self._pool.map(self._fetch, self._reads):
-            pass
+        list(self._pool.map(self._fetch, self._reads))  # asking for a result raises its error
         self._reads.clear()
 
     def _fetch(self, read: _Read) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
+from beamq.device_names import check_device_name
 from beamq.errors import DeviceError, UsageError
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import head_logits
@@ -36,10 +37,11 @@ def embed(loader: LayerLoader, ids: Sequence[torch.Tensor]) -> list[torch.Tensor
     """
     vocab = loader.config.vocab_size
     for vector in ids:
-        if vector.numel() and not 0 <= int(vector.min()) <= int(vector.max()) < vocab:
+        outside = vector[(vector < 0) | (vector >= vocab)]
+        if outside.numel():
             raise UsageError(
-                f"token id {int(vector.max())} or {int(vector.min())} is outside the vocabulary"
-                f" of {vocab}; was another model's tokenizer used?"
+                f"token id {int(outside[0])} is outside the vocabulary (0 to {vocab - 1}); was"
+                " another model's tokenizer used?"
             )
     table = loader.embedding()
     return [table[vector.cpu()].to(loader.device) for vector in ids]
@@ -52,7 +54,7 @@ def logits(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     gemm: Gemm | str = "reference",
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
     observers: Sequence[Observer] = (),
     max_device_memory: int | None = None,
 ) -> torch.Tensor:
@@ -61,7 +63,8 @@ def logits(
     `input_ids` is [B, T]; `attention_mask` [B, T] marks padding on either side with 0. Positions
     count from each row's first real token; logits at padding are 0. `dtype` is that of
     activations and unquantized weights. Memory for weights is two layers, or two slices of a
-    layer's experts if `max_device_memory` (bytes) asks for that.
+    layer's experts if `max_device_memory` (bytes) asks for that. Raises `UsageError` for ids or a
+    mask of another form, `DeviceError`, and what reading the checkpoint raises.
     """
     if not isinstance(checkpoint, Checkpoint):
         with open_checkpoint(checkpoint) as opened:
@@ -77,19 +80,14 @@ def logits(
             )
     where = usable_device(device)
     back_end = gemm_backend(gemm) if isinstance(gemm, str) else gemm
-    ids_BT = torch.as_tensor(input_ids).cpu()
-    mask_BT = torch.ones_like(ids_BT) if attention_mask is None else attention_mask.cpu()
-    if ids_BT.dim() != 2 or mask_BT.shape != ids_BT.shape:
-        raise UsageError(
-            f"input_ids {list(ids_BT.shape)} and attention_mask {list(mask_BT.shape)}: expected"
-            " two of one shape [B, T]"
-        )
+    ids_BT = _token_rows(input_ids)
+    mask_BT = _mask(attention_mask, ids_BT)
     config = BeamConfig.from_dict(checkpoint.config)
     loader = LayerLoader(checkpoint, config, dtype=dtype, device=where)
     try:
         groups = _row_groups(mask_BT)
         layouts = [SequenceLayout.from_mask(mask_BT[rows]) for rows in groups]
-        ids = [ids_BT[rows][mask_BT[rows].bool()] for rows in groups]
+        ids = [ids_BT[rows][mask_BT[rows]] for rows in groups]
         states = embed(loader, ids)
         batches = [Batch(h_TK=h, layout=layout) for h, layout in zip(states, layouts, strict=True)]
         del states
@@ -103,11 +101,50 @@ def logits(
         out = torch.zeros(*ids_BT.shape, config.vocab_size, device=where)
         with torch.inference_mode():
             for rows, batch in zip(groups, batches, strict=True):
-                kept = mask_BT[rows].bool().to(where)
+                kept = mask_BT[rows].to(where)
                 out[rows][kept] = head_logits(batch.h_TK.to(where), head, config)
         return out
     finally:
         loader.close()
+
+
+def _token_rows(input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
+    """Token ids [B, T], int64, on the CPU. Raises `UsageError` for anything else."""
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as fault:
+        words = " ".join(str(fault).split())[:120]
+        raise UsageError(f"input_ids: expected token ids [B, T], rows alike: {words}") from None
+    shape = list(ids.shape)
+    if ids.dim() != 2:
+        hint = "; one sequence is a batch of one, input_ids[None]" if ids.dim() == 1 else ""
+        raise UsageError(f"input_ids: shape {shape}, expected [B, T]{hint}")
+    if not ids.numel():
+        raise UsageError(f"input_ids: shape {shape}, there is no token in it")
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise UsageError(f"input_ids: {str(ids.dtype).removeprefix('torch.')}, expected integers")
+    return ids.cpu().long()
+
+
+def _mask(
+    attention_mask: torch.Tensor | Sequence[Sequence[int]] | None, ids_BT: torch.Tensor
+) -> torch.Tensor:
+    """Which tokens are real, bool [B, T], on the CPU. Raises `UsageError`."""
+    if attention_mask is None:
+        return torch.ones_like(ids_BT, dtype=torch.bool)
+    try:
+        mask = torch.as_tensor(attention_mask).cpu()
+    except (TypeError, ValueError, RuntimeError) as fault:
+        words = " ".join(str(fault).split())[:120]
+        raise UsageError(f"attention_mask: expected zeros and ones [B, T]: {words}") from None
+    if mask.shape != ids_BT.shape:
+        raise UsageError(
+            f"attention_mask: shape {list(mask.shape)}, expected that of input_ids,"
+            f" {list(ids_BT.shape)}"
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise UsageError("attention_mask: expected 1 for a token and 0 for padding, nothing else")
+    return mask.bool()
 
 
 def _row_groups(mask_BT: torch.Tensor) -> list[slice]:
@@ -124,11 +161,11 @@ def _row_groups(mask_BT: torch.Tensor) -> list[slice]:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """The device, if it is there. Raises `DeviceError`."""
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise DeviceError(f"device {str(device)[:40]!r}: expected cpu, cuda or cuda:N") from None
+    """The device, if it is there. Raises `UsageError` (its name), `DeviceError`."""
+    check_device_name(str(device), auto=False)
+    found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise DeviceError(f"device {found}: no usable NVIDIA GPU is here; use --device cpu")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"device {found}: only {torch.cuda.device_count()} GPUs are here")
     return found

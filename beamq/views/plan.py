@@ -6,14 +6,13 @@ made from the same numbers. `views.serving` holds the part about GPUs.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from beamq.console import Block, Grid
-from beamq.conversion.output_folder import DISK_MARGIN, fetched_nbytes
+from beamq.conversion.output_folder import disk_nbytes, fetched_nbytes, free_nbytes
 from beamq.conversion.runner import predicted_host_nbytes
 from beamq.exclusion import Exclusion
 from beamq.formats.layout import Unit
@@ -152,12 +151,9 @@ def needs_data(
     (shards on disk at a time, part of disk_bytes) and least_cache_bytes (what --cache-budget must
     be at least).
     """
-    place = folder.expanduser().absolute()
-    while not place.exists():
-        place = place.parent
     return {
-        "disk_bytes": plan.output_nbytes + DISK_MARGIN + fetched_nbytes(plan, cache),
-        "disk_free_bytes": shutil.disk_usage(place).free,
+        "disk_bytes": disk_nbytes(plan, cache),
+        "disk_free_bytes": free_nbytes(folder.expanduser()),
         "host_memory_bytes": predicted_host_nbytes(plan, workers, memory),
         "workers": workers,
         "hub": _hub_needs(plan, cache) if plan.remote_shards else None,

@@ -1,6 +1,6 @@
 """What `beamq plan` says about serving: weights per GPU, KV cache, which machines have room.
 
-The sums are `beamq.memory`'s; here they become JSON and tables.
+The sums are `beamq.memory`'s and `beamq.machines`'; here they become JSON and tables.
 """
 
 from __future__ import annotations
@@ -9,28 +9,32 @@ from typing import Any
 
 from beamq.config import BeamConfig
 from beamq.console import Block, Grid
-from beamq.memory import (
-    BATCHED_TOKENS,
+from beamq.machines import (
     COUNTS,
     GPUS,
-    KV_ITEMSIZE,
-    LAYOUTS,
     RUNTIME_NBYTES,
     USABLE_SHARE,
     Fit,
     Gpu,
-    Weights,
-    activation_nbytes,
     best_fit,
     fit,
+    smallest_count,
+)
+from beamq.memory import (
+    BATCHED_TOKENS,
+    KV_ITEMSIZE,
+    LAYOUTS,
+    NVFP4_EXPERT_STEP,
+    Weights,
+    activation_nbytes,
     kv_cache_nbytes,
     model_weights,
-    smallest_count,
 )
 from beamq.plan import Plan
 from beamq.sizes import show_bytes, show_gib
 
 DEFAULT_CONTEXT = 131_072
+LEAST_PADDING = 0.005  # less is not worth a line
 _LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
 _LEGEND = "TP: tensor parallel, EP: expert parallel"
 
@@ -109,7 +113,7 @@ class ServingView:
 
     def blocks(self) -> list[Block]:
         """The same as text."""
-        blocks: list[Block] = ["", self._weights_table(), "", self._kv_line(), ""]
+        blocks: list[Block] = ["", self._weights_table(), *self._padding(), "", self._kv_line(), ""]
         if self._gpu is None:
             blocks.append(self._fits_table())
         else:
@@ -137,10 +141,25 @@ class ServingView:
     def _kv_line(self) -> str:
         full = len(self._config.full_layers)
         return (
-            f"KV cache of one sequence of {self._context:,} tokens: {show_gib(self._kv(2))} in"
-            f" BF16, {show_gib(self._kv(1))} in FP8 ({full} full layers; the other"
+            f"KV cache of one sequence of {self._context:,} tokens: {_both(self._kv(2))} in BF16,"
+            f" {_both(self._kv(1))} in FP8 ({full} full layers; the other"
             f" {self._config.num_layers - full} keep {self._config.sliding_window:,} tokens each)."
         )
+
+    def _padding(self) -> list[Block]:
+        """Why NVFP4 experts take more than an even share, where they do."""
+        padded = {count: self._output.expert_padding(count) for count in COUNTS}
+        worst = max(
+            (count for count in COUNTS if self._output.per_gpu("tensor", count) is not None),
+            key=lambda count: padded[count],
+            default=1,
+        )
+        if padded[worst] < LEAST_PADDING:
+            return []
+        return [
+            f"With TP, engines pad the width of NVFP4 experts to a multiple of {NVFP4_EXPERT_STEP}"
+            f" on each GPU: {padded[worst]:.0%} more than an even share on {worst} GPUs."
+        ]
 
     def _weights_table(self) -> Grid:
         rows = []
@@ -237,6 +256,11 @@ def _sequences(result: Fit | None) -> str:
     if result is None or not result.fits:
         return "-"
     return f"{result.sequences:,}{' e' if result.layout == 'expert' else ''}"
+
+
+def _both(nbytes: int) -> str:
+    """In the unit of all else here, and in the one that KV caches are usually told in."""
+    return f"{show_bytes(nbytes)} ({show_gib(nbytes)})"
 
 
 def _or_dash(count: int | None) -> str:

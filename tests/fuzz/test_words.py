@@ -14,7 +14,7 @@ from beamq.config import BeamConfig
 from beamq.errors import BeamqError, printable
 from beamq.header import parse_header
 from beamq.hub.repo import parse_hub_id
-from beamq.memory import parse_gpu
+from beamq.machines import parse_gpu
 from beamq.patterns import matches
 from beamq.recipe import parse_recipe
 from beamq.roles import classify, fused_group

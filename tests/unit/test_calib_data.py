@@ -340,7 +340,24 @@ class TestHub:
             return state["splits"] if split is None else state["splits"][split]
 
         monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+        monkeypatch.setattr(rows, "_look_up", lambda name, revision: None)
         return state
+
+    def test_what_is_nowhere_is_said_at_once(
+        self, tmp_path: Path, beam_nano: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without asking `datasets`, which goes on asking for minutes."""
+
+        def load_dataset(*_: Any, **__: Any) -> Any:
+            raise AssertionError("asked")
+
+        fake = SimpleNamespace(load_dataset=load_dataset)
+        monkeypatch.setitem(sys.modules, "datasets", fake)
+        with hub_server() as running, client_of(running, tmp_path, monkeypatch):
+            with pytest.raises(HubError, match="no such folder here and no such repository"):
+                load(["owner/none"], beam_nano)
+        with pytest.raises(HubUnreachableError, match="looking for a dataset of that name"):
+            load(["owner/none"], beam_nano)
 
     def test_rows_are_streamed(self, hub: dict[str, Any], beam_nano: Path) -> None:
         data = load(["owner/name"], beam_nano)
@@ -381,6 +398,7 @@ class TestHub:
         table = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(20)]})
         stream = datasets.IterableDatasetDict({"train": table.to_iterable_dataset()})
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
+        monkeypatch.setattr(rows, "_look_up", lambda name, revision: None)
         found = [row.values["text"] for row in rows.hub_rows("owner/name", {}, seed=1)]
         assert sorted(found) == sorted(f"row {i}" for i in range(20))
         assert found != sorted(found)

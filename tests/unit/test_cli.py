@@ -20,12 +20,13 @@ import typer
 
 import beamq
 from beamq.cli import app
-from beamq.commands import doctor, outcome
+from beamq.commands import outcome
 from beamq.console import Command, Grid, Screen
 from beamq.errors import DiskError, UsageError
 from beamq.plan import make_plan
 from beamq.roles import Role
 from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_seconds
+from beamq.views import doctor
 from beamq.views.plan import describe_units, plan_blocks
 
 PLAN = {
@@ -136,7 +137,7 @@ def test_help_names_every_command_and_exit_code(run: Run) -> None:
 
 def test_importing_the_command_is_light(repo: Path) -> None:
     code = (
-        "import sys, beamq, beamq.cli, beamq.memory, beamq.plan\n"
+        "import sys, beamq, beamq.cli, beamq.machines, beamq.plan\n"
         "print([m for m in ('torch', 'numpy', 'rich', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run(
