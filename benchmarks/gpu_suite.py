@@ -1,4 +1,4 @@
-"""Everything that is measured on one GPU, in a few minutes: tests, kernels, GEMMs, layers.
+"""Everything measured on one GPU, in some minutes: tests, kernels, GEMMs, layers, conversion.
 
     python -m benchmarks.gpu_suite FOLDER
 
@@ -17,6 +17,7 @@ from typing import IO
 
 STEP_SECONDS = 240
 ROOT = Path(__file__).resolve().parent.parent
+CONVERSION = ("/dev/shm/beamq-conversion",)  # 43 GB of source, and as much again meanwhile
 DOCTOR = (
     "import json, sys; from beamq.model.gemm_probe import probe;"
     " text = json.dumps(probe(), indent=1); open(sys.argv[1], 'w').write(text); print(text)"
@@ -35,6 +36,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
         "kernels": script("kernels_gpu"),
         "gemms": script("gemm_gpu"),
         "forward": script("forward_gpu", "--transformers"),
+        "conversion": script("convert_gpu", *CONVERSION),
     }
 
 

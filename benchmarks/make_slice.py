@@ -8,7 +8,8 @@ names, shapes and dtypes of the real model: hidden 5120, attention 48/8 heads of
     python benchmarks/make_slice.py FOLDER --experts 88       8.0 GB
 
 Values are Student's t (6 degrees of freedom): outliers like a trained model's, at the cost of
-one small pool of random numbers that is shifted and scaled per piece, so writing runs at the speed
+one small pool of random numbers that is shifted and scaled per piece, and threads write shards side
+by side, so writing runs at the speed
 of the disk and memory stays at a few pools. The same arguments give the same bytes. Codes made
 from such weights say nothing about quality; sizes and times are what it is for.
 """
@@ -22,6 +23,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,7 @@ def beam_config(what: Slice) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tensor:
     role: TensorRole
+    number: int
     shape: tuple[int, ...]
 
     @property
@@ -129,8 +132,8 @@ def make_slice(folder: Path, what: Slice, *, reuse: bool = False) -> int:
     recorded = json.dumps(asdict(what), sort_keys=True)
     config = beam_config(what)
     tensors = [
-        _Tensor(role=role, shape=shape)
-        for role, shape in expected_tensors(BeamConfig.from_dict(config))
+        _Tensor(role=role, number=number, shape=shape)
+        for number, (role, shape) in enumerate(expected_tensors(BeamConfig.from_dict(config)))
     ]
     total = sum(tensor.nbytes for tensor in tensors)
     if reuse and marker.exists() and marker.read_text() == recorded:
@@ -141,10 +144,14 @@ def make_slice(folder: Path, what: Slice, *, reuse: bool = False) -> int:
     values = _Values(what.seed)
     shards = list(_shards(tensors, what.shard_bytes))
     weight_map: dict[str, str] = {}
-    for number, members in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / name, members, values)
-        weight_map |= {tensor.role.name: name for tensor in members}
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        written = []
+        for number, members in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            written.append(pool.submit(_write_shard, folder / name, members, values))
+            weight_map |= {tensor.role.name: name for tensor in members}
+        for shard in written:
+            shard.result()
     index = {
         "metadata": {
             "total_parameters": sum(tensor.numel for tensor in tensors),
@@ -201,29 +208,32 @@ def _write(descriptor: int, data: memoryview) -> None:
 
 
 class _Values:
-    """Pieces of tensors, cut from one pool of random numbers."""
+    """Pieces of tensors, cut from one pool of random numbers. Shared by threads."""
 
     def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
-        heavy = self._rng.standard_t(6, POOL_VALUES) * (STANDARD_DEVIATION * (4 / 6) ** 0.5)
-        self._pool = bf16_bits(heavy.astype(np.float32))
+        self._seed = seed
+        heavy = np.random.default_rng(seed).standard_t(6, POOL_VALUES)
+        scaled = heavy * (STANDARD_DEVIATION * (4 / 6) ** 0.5)
+        self._pool = bf16_bits(scaled.astype(np.float32))
+        # One more in the exponent doubles a value: linears differ in amax, as real ones do.
+        self._doubled = self._pool + np.uint16(1 << 7)
 
     def of(self, tensor: _Tensor) -> Iterator[np.ndarray[Any, Any]]:
         """The tensor's values in order, as BF16 bits or FP32."""
-        rng = self._rng
+        rng = np.random.default_rng((self._seed, tensor.number))
         if tensor.dtype == "F32":
             yield rng.normal(0.0, STANDARD_DEVIATION, tensor.numel).astype(np.float32)
         elif len(tensor.shape) == 1:
             middle = 0.0 if tensor.role.name.endswith("gate_bias") else 1.0
             yield bf16_bits(rng.normal(middle, 0.1, tensor.numel).astype(np.float32))
         else:
-            # One more in the exponent doubles a value: linears differ in amax, as real ones do.
             doubled = tensor.role.role is not Role.EMBEDDING and bool(rng.integers(2))
+            pool = self._doubled if doubled else self._pool
             left = tensor.numel
             while left:
                 start = int(rng.integers(POOL_VALUES // 2))
-                piece = self._pool[start : start + left]
-                yield piece + np.uint16(1 << 7) if doubled else piece
+                piece = pool[start : start + left]
+                yield piece
                 left -= len(piece)
 
 

@@ -30,9 +30,11 @@ class Prepared:
         *,
         visited: bool = False,
         waiting_nbytes: int = 0,
+        taken_nbytes: int = 0,
     ) -> None:
         """What a conversion on the way adds to memory: `visited`, that it rounds experts by their
-        inputs; `waiting_nbytes`, of members that wait for their partners."""
+        inputs; `waiting_nbytes`, of members that wait for their partners; `taken_nbytes` of the
+        device, besides the forward pass."""
         from beamq.calib.device import choose_device, plan_device  # torch, only where a model runs
 
         self.checkpoint = checkpoint
@@ -55,6 +57,7 @@ class Prepared:
             samples=self.data.samples,
             length=self.data.sequence_length,
             visited=visited,
+            taken_nbytes=taken_nbytes,
         )
         self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
         self.fingerprint = checkpoint.content_digest()

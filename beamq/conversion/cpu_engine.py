@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.conversion.buffer_pool import BufferPool
+from beamq.conversion.buffer_pool import HostPool
 from beamq.conversion.sinks import JobResult, TensorSink, f32_bytes, write_input_scale, write_whole
 from beamq.errors import Interrupted, TensorError
 from beamq.formats.kernels import cpu
@@ -38,7 +38,7 @@ class CpuEngine:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        pool: BufferPool,
+        pool: HostPool,
         *,
         scales: str,
         input_scale: Callable[[str], float] | None,

@@ -14,9 +14,12 @@ pass, layer by layer, from the weights that the forward pass holds. A run that i
 starts the pass again if the saved state lies behind experts that are not durable yet.
 
 The pass saves its state in the output's state folder, so a killed run goes on from the last
-layer saved there. Limits: under torchrun the pass runs first, experts split over ranks, and the
-conversion after it, split by shards: shards are not shared between processes, so there the source
-is read twice.
+layer saved there.
+
+Under torchrun the pass runs with experts split over ranks. Where they are rounded by it, each rank
+writes its own into whoever's shard (`visited_experts`), and taps all else of its own shards.
+Otherwise the conversion comes after the pass, split by shards: a shard's experts have passed other
+ranks by then, so the source is read twice.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from beamq.calib.scales import input_scales
 from beamq.calib.stats import CalibrationStats, run_digest
 from beamq.calib.stats_file import save_stats
 from beamq.checkpoint import Checkpoint
+from beamq.conversion.engines import Engines
 from beamq.conversion.input_scales import from_statistics
 from beamq.conversion.journal import STATE_DIR
 from beamq.conversion.open_shards import OpenShards
@@ -44,6 +48,7 @@ from beamq.roles import Role
 if TYPE_CHECKING:
     from beamq.calib.forward import LayerDone, Visit
     from beamq.conversion.tap_engine import TapEngine
+    from beamq.conversion.visited_experts import VisitedExperts
 
 STATE_NAME = "calibration"
 
@@ -64,22 +69,27 @@ class OnePass:
         output: Path,
         options: CalibrationOptions,
         ranks: Ranks,
+        engines: Engines,
         *,
+        device_nbytes: int = 0,
         statistics: Path | None = None,
         on_start: Callable[[Prepared], None] = lambda prepared: None,
         on_layer: Callable[[LayerDone], None] = lambda done: None,
     ) -> None:
         self._method = plan.recipe.expert_method
         if self._method is not None:
-            _check_exact(plan, options, ranks)
+            _check_exact(plan, options)
         self._prepared = Prepared(
             checkpoint,
             options,
             ranks,
             visited=self._method is not None,
-            waiting_nbytes=_waiting_nbytes(plan),
+            waiting_nbytes=_waiting_nbytes(plan, options.dtype),
+            taken_nbytes=device_nbytes,
         )
         self._plan = plan
+        self._engines = engines
+        self._output = output
         self._state_folder = output / STATE_DIR / STATE_NAME
         self._statistics = statistics
         self._on_layer = on_layer
@@ -125,45 +135,58 @@ class OnePass:
     ) -> Set[int]:
         """See `Feed`."""
         from beamq.conversion.tap_engine import TapEngine  # torch, only where a model runs
+        from beamq.conversion.visited_experts import VisitedExperts, is_visited
 
-        prepared = self._prepared
+        ranks = self._prepared.ranks
+        experts: VisitedExperts | None = None
         engine: TapEngine | None = None
-        if prepared.ranks.world == 1:
-            engine = TapEngine(
-                prepared.checkpoint,
-                jobs,
-                shards,
-                scales=self._plan.scales,
-                visited=self._method is not None,
-                advance=advance,
-                stopped=stop.is_set,
-            )
-        with prepared.ranks.talking():
-            stats = self._pass(engine, stop)
+        with ranks.talking():
+            if self._method is not None:
+                experts = VisitedExperts(
+                    self._plan, jobs, shards, output=self._output, ranks=ranks, advance=advance
+                )
+            if ranks.world == 1 or experts is not None:
+                engine = TapEngine(
+                    [job for job in jobs if experts is None or not is_visited(job)],
+                    shards,
+                    self._engines,
+                    scales=self._plan.scales,
+                    advance=advance,
+                    stopped=stop.is_set,
+                )
+            stats = self._pass(engine, experts, stop)
         self._known, self.stats = from_statistics(self._plan, stats), stats
-        return frozenset() if engine is None else engine.done
+        done = frozenset() if engine is None else frozenset(engine.done)
+        return done if experts is None else done | experts.done
 
-    def _visit(self, engine: TapEngine, stop: threading.Event) -> Visit | None:
+    def _visit(self, experts: VisitedExperts | None, stop: threading.Event) -> Visit | None:
         """Experts to round by their inputs, if there are any left."""
-        if not engine.wanted:
+        if experts is None or not experts.wanted:
             return None
         from beamq.calib.forward import Visit
 
         return Visit(
-            wanted=engine.wanted, method=str(self._method), write=engine.put, stopped=stop.is_set
+            wanted=experts.wanted,
+            method=str(self._method),
+            write=experts.put,
+            stopped=stop.is_set,
         )
 
-    def _pass(self, engine: TapEngine | None, stop: threading.Event) -> CalibrationStats:
+    def _pass(
+        self, engine: TapEngine | None, experts: VisitedExperts | None, stop: threading.Event
+    ) -> CalibrationStats:
         from beamq.calib.forward import CalibrationPass
         from beamq.calib.state import RunState
 
         prepared, ranks = self._prepared, self._prepared.ranks
         state = RunState(self._state_folder, prepared.identity())
+        converters = [each for each in (engine, experts) if each is not None]
 
         def after(done: LayerDone) -> None:
-            if engine is not None:
+            if converters:
                 scales = input_scales(done.stats, self._plan.config)
-                engine.finish_layer(done.layer, lambda module: float(scales.scale(module)))
+                for converter in converters:
+                    converter.finish_layer(done.layer, lambda module: float(scales.scale(module)))
             if ranks.first:
                 self._on_layer(done)
 
@@ -175,7 +198,7 @@ class OnePass:
             state,
             tap=None if engine is None else engine.tap,
             after=after,
-            visit=None if engine is None else self._visit(engine, stop),
+            visit=self._visit(experts, stop),
             stopped=stop.is_set,
         ).run()
         if ranks.first:
@@ -185,19 +208,23 @@ class OnePass:
         return stats
 
 
-def _waiting_nbytes(plan: Plan) -> int:
-    """Upper bound of what `TapEngine` holds of members whose partners are not in yet.
+def _waiting_nbytes(plan: Plan, dtype: str) -> int:
+    """Upper bound of what `TapEngine` adds in buffers that wait for a partner's.
 
-    Partners are neighbours in the loader's list: of experts one group waits for each reader, of
-    all else one of each kind in a layer.
+    Those are of members that are cast on loading; all others lie in the loader's own. Partners are
+    neighbours in the loader's list: of experts one group waits for each reader, of all else one of
+    each kind in a layer.
     """
     from beamq.model.load import reader_count  # torch, only where a model runs
 
+    as_stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
     experts = 0
     others: dict[int | None, int] = {}
     for job in plan.jobs:
         role, largest = job.members[0].role, max(m.source.nbytes for m in job.members)
         waits = job.source_nbytes - largest
+        if all(member.source.spec.dtype == as_stored for member in job.members):
+            continue
         if role.role is Role.EXPERT:
             experts = max(experts, waits)
         else:
@@ -205,12 +232,8 @@ def _waiting_nbytes(plan: Plan) -> int:
     return experts * (reader_count() + 1) + max(others.values(), default=0)
 
 
-def _check_exact(plan: Plan, options: CalibrationOptions, ranks: Ranks) -> None:
+def _check_exact(plan: Plan, options: CalibrationOptions) -> None:
     """Raise `UsageError` where experts cannot be rounded from what the forward pass holds."""
-    if ranks.world > 1:
-        raise UsageError(
-            f"recipe {plan.recipe.name} rounds experts in one process; start it without torchrun"
-        )
     for job in plan.jobs:
         for member in job.members:
             dtype = member.source.spec.dtype

@@ -154,9 +154,7 @@ def quantize(
             finished = output_folder.finished_nbytes(output, plan) if resume else 0
             output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
             if device != "auto":
-                choose_engine(
-                    device, plan, workers=threads, ranks=ranks, calibrates=scales is None
-                )
+                choose_engine(device, plan, workers=threads, ranks=ranks, calibrates=scales is None)
         else:
             choice = choose_engine(
                 device, plan, workers=threads, ranks=ranks, calibrates=scales is None

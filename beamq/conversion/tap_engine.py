@@ -4,16 +4,14 @@ In: every tensor the loader reads, as stored (`tap`), and a layer's input scales
 statistics are complete (`finish_layer`). Out: the same bytes in the same shards as the crew's.
 
 The one idea: the codes of a weight do not depend on calibration, only `input_scale` does. So a
-job runs in the reader thread that brings its last member, on the core whose cache holds it, and
-ends when its four-byte scales are written a layer later. Reading and converting layer L + 1
-overlap the forward pass of layer L, and no byte is read twice.
+job runs in the reader thread that brings its last member, on the core whose cache holds it (or on
+the GPU, straight from the page-locked buffers that the pass itself uploads from), and ends when its
+four-byte scales are written a layer later. Reading and converting layer L + 1 overlap the forward
+pass of layer L, and no byte is read twice.
 
-Experts that are rounded by their inputs (`calib.expert_rounding`) come another way: not tapped, but
-handed over by `put` when they are rounded, before their layer ends.
-
-Members that arrive before their partners (gate before up; q, k, v before the attention gate)
-are copied. Partners are neighbours in the loader's list, so at most one group for each reader
-thread waits; that is the memory this adds.
+Members that arrive before their partners (gate before up; q, k, v before the attention gate) stay
+where the loader has put them: partners are of one unit of loading, whose buffers live until all of
+it is read. Only what is cast on loading has a buffer of its own, which lives that much longer.
 """
 
 from __future__ import annotations
@@ -23,15 +21,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from beamq.calib.expert_rounding import Group, RoundedGroup
-from beamq.checkpoint import Checkpoint
-from beamq.conversion.buffer_pool import BufferPool
-from beamq.conversion.cpu_engine import CpuEngine
+from beamq.conversion.engines import Engine, Engines
 from beamq.conversion.open_shards import OpenShards
-from beamq.conversion.sinks import JobResult, f32_bytes, write_input_scale, write_whole
+from beamq.conversion.sinks import JobResult, write_input_scale
 from beamq.header import TensorSpec
 from beamq.plan import Job
-from beamq.roles import Role
 
 
 class TapEngine:
@@ -39,36 +33,28 @@ class TapEngine:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
         jobs: Sequence[Job],
         shards: OpenShards,
+        engines: Engines,
         *,
         scales: str,
-        visited: bool,
         advance: Callable[[int], None],
         stopped: Callable[[], bool],
     ) -> None:
-        """With `visited`, experts in NVFP4 are left for `put`; `wanted` says which those are."""
         self.done: set[int] = set()
-        self.wanted: dict[int, set[Group]] = {}
-        self._visited: dict[tuple[int, Group], Job] = {}
-        self._checkpoint = checkpoint
         self._jobs = jobs
         self._shards = shards
+        self._new_engine = engines.engine
         self._scales = scales
         self._advance = advance
         self._stopped = stopped
         self._lock = threading.Lock()
-        self._engines = threading.local()
+        self._own = threading.local()
         self._held: dict[int, dict[int, memoryview]] = {}
         self._late: dict[int, list[tuple[Job, JobResult]]] = {}
         # By tensor: the byte ranges of it that are members, as (begin, end, job, member).
         self._places: dict[str, list[tuple[int, int, int, int]]] = {}
         for index, job in enumerate(jobs):
-            role = job.members[0].role
-            if visited and job.kind == "nvfp4" and role.role is Role.EXPERT:
-                self._leave_for_visit(job)
-                continue
             for number, member in enumerate(job.members):
                 source = member.source
                 place = (source.start, source.start + source.nbytes, index, number)
@@ -89,33 +75,6 @@ class TapEngine:
         for index, views in arrived.items():
             self._arrive(index, views)
 
-    def put(self, layer: int, group: Group, rounded: RoundedGroup) -> None:
-        """Write a scale group that was rounded elsewhere; its input scales are still to come."""
-        job = self._visited[layer, group]
-        writer, result = self._shards.writer(job.shard), JobResult()
-        result.zero_blocks, result.underflow_blocks = rounded.zero_blocks, rounded.underflow_blocks
-        if rounded.amax == 0.0:
-            result.zero_groups.append(job.group)
-        first = 0
-        for member in job.members:
-            rows = slice(first, first + member.source.shape[0])
-            first = rows.stop
-            contents = (_bytes(rounded.codes[rows]), _bytes(rounded.block_scale[rows]))
-            scale = f32_bytes(rounded.global_scale)
-            for tensor, content in zip(member.outputs[:3], (*contents, scale), strict=True):
-                write_whole(writer, tensor, content, result)
-        self._advance(job.source_nbytes)
-        with self._lock:
-            self._late.setdefault(layer, []).append((job, result))
-
-    def _leave_for_visit(self, job: Job) -> None:
-        role = job.members[0].role
-        if role.layer is None or role.expert is None:
-            raise RuntimeError(f"{role.name}: an expert without a place")
-        group = (role.expert, "down_proj" if role.proj == "down_proj" else "gate_up")
-        self.wanted.setdefault(role.layer, set()).add(group)
-        self._visited[role.layer, group] = job
-
     def finish_layer(self, layer: int, input_scale: Callable[[str], float]) -> None:
         """Write what the layer's jobs lack; they are then finished."""
         for job, result in self._late.pop(layer, ()):
@@ -126,12 +85,6 @@ class TapEngine:
 
     def _arrive(self, index: int, views: dict[int, memoryview]) -> None:
         job = self._jobs[index]
-        with self._lock:
-            held = self._held.get(index, {})
-            complete = len(held) + len(views) == len(job.members)
-        if not complete:
-            # The loader's buffers are its own once the tap returns.
-            views = {number: memoryview(bytes(view)) for number, view in views.items()}
         with self._lock:
             held = self._held.setdefault(index, {})
             held.update(views)
@@ -154,20 +107,14 @@ class TapEngine:
         with self._lock:
             self.done.add(id(job))
 
-    def _engine(self) -> CpuEngine:
+    def _engine(self) -> Engine:
         """This thread's own."""
-        engine: CpuEngine | None = getattr(self._engines, "engine", None)
+        engine: Engine | None = getattr(self._own, "engine", None)
         if engine is None:
-            engine = self._engines.engine = CpuEngine(
-                self._checkpoint,
-                BufferPool(0),  # nothing is read here, so nothing is needed
+            engine = self._own.engine = self._new_engine(
                 scales=self._scales,
                 input_scale=None,
                 stopped=self._stopped,
                 advance=self._advance,
             )
         return engine
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).numpy())  # type: ignore[arg-type]

@@ -15,8 +15,8 @@ LEAST_CAPABILITY = (9, 0)
 
 
 @lru_cache(maxsize=16)
-def refusal(device: torch.device) -> str | None:
-    """Why the Triton kernels don't run on `device`; None if they do."""
+def refusal(device: torch.device, least: tuple[int, int] = LEAST_CAPABILITY) -> str | None:
+    """Why Triton kernels that need `least` don't run on `device`; None if they do."""
     if device.type != "cuda":
         return f"device {device} is no NVIDIA GPU"
     if torch.version.hip is not None:
@@ -24,8 +24,8 @@ def refusal(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        have, need = (".".join(map(str, c)) for c in (capability, LEAST_CAPABILITY))
+    if capability < least:
+        have, need = (".".join(map(str, c)) for c in (capability, least))
         return f"compute capability {have}, needs {need}"
     return None
 

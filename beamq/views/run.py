@@ -15,7 +15,8 @@ from beamq.views.plan import FORMAT_NAMES, plan_data
 def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict[str, Any]:
     """The JSON of `beamq quantize`: that of the plan, and
 
-    command, output, dry_run, seconds, resumed_shards; input_scales and counts (underflow_blocks,
+    command, output, dry_run, seconds, resumed_shards, engine ("" for a dry run); input_scales and
+    counts (underflow_blocks,
     zero_blocks, zero_rows, zero_groups) as in beamq.json, null for a dry run.
     """
     manifest = result.manifest or {}
@@ -25,6 +26,7 @@ def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict
         "dry_run": dry_run,
         "seconds": round(result.seconds, 3),
         "resumed_shards": result.resumed_shards,
+        "engine": result.engine,
         "input_scales": manifest.get("input_scales"),
         "counts": manifest.get("counts"),
         **plan_data(result.plan, source),
@@ -49,6 +51,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
         ("size", f"{show_bytes(plan.tensor_nbytes)}, from {show_bytes(plan.source_nbytes)}"),
         ("shards", shards),
         ("time", f"{show_seconds(result.seconds)}, {rate:.2f} GB/s of source"),
+        ("converted by", result.engine),
     ]
     if plan.recipe.format == "nvfp4":
         scales = (manifest.get("input_scales") or {}).get("description", "unknown")

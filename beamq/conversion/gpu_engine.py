@@ -1,0 +1,367 @@
+"""Quantize one job on a GPU: read into page-locked chunks, upload, kernels, download, write.
+
+In, out and errors are those of `CpuEngine`, byte for byte; a GPU only takes the arithmetic off the
+cores, which then have nothing to do but move bytes.
+
+The one idea: no pipeline. Each worker thread is one slot: a stream, two chunks for reading into and
+two for writing from, 8 MiB each, and a place on the device that its job's group fits in as a whole,
+so that the source is read once and nothing on the host grows with a group. A worker reads a chunk
+while its last one is on the wire, queues the kernels behind the last chunk, and writes one chunk
+while the next comes down. Two dozen such workers keep reading, both directions of the bus, kernels
+and writing busy at the same time without anybody scheduling them; what each waits for leaves the
+interpreter and its core to the others. The global scale is computed on the device (gpu_groups.py),
+so a job has one wait between its last upload and its first written byte.
+
+Copied tensors, decoding, and groups the kernels do not take (mixed dtypes) go to a `CpuEngine`; so
+does a job in which something is not finite, to be refused with its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.conversion.buffer_pool import BufferPool
+from beamq.conversion.cpu_engine import CpuEngine
+from beamq.conversion.gpu_queue import GpuQueue
+from beamq.conversion.sinks import JobResult, TensorSink, f32_bytes, write_input_scale, write_whole
+from beamq.errors import DeviceError, Interrupted
+from beamq.formats.kernels import cpu
+from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
+from beamq.formats.layout import NVFP4_BLOCK
+from beamq.header import ITEMSIZE
+from beamq.plan import Job, Member
+from beamq.shards import ShardWriter
+
+CHUNK_BYTES = 8 << 20
+CHUNKS = 2  # each way
+PART_BYTES = 64 << 20  # of FP8 rows on the device at a time
+SLOT_BYTES = 2 * CHUNKS * CHUNK_BYTES
+MAX_FP8_K = 32_768
+ALIGNMENT = 256
+
+DevicePool = BufferPool[torch.Tensor]
+Part = tuple[torch.Tensor, TensorSink]
+
+
+def takes(job: Job) -> bool:
+    """Whether the kernels do a job: linears with one dtype and one row length."""
+    kinds = {(member.source.spec.dtype, member.source.shape[-1]) for member in job.members}
+    if job.kind not in ("nvfp4", "fp8") or len(kinds) != 1 or not job.source_nbytes:
+        return False
+    dtype, k = kinds.pop()
+    return dtype in FLOAT_SOURCES and (job.kind == "nvfp4" or k <= MAX_FP8_K)
+
+
+def device_nbytes(job: Job) -> int:
+    """Bytes a job takes on the device at a time; 0 if it is not done there."""
+    if not takes(job):
+        return 0
+    item, k = _item(job), job.members[0].source.shape[1]
+    rows = sum(member.source.shape[0] for member in job.members)
+    if job.kind == "fp8":
+        return sum(_aligned(size) for size in _fp8_sizes(min(rows, _part_rows(k, item)), k, item))
+    return sum(_aligned(size) for size in _nvfp4_sizes(rows, k, item))
+
+
+class GpuEngine:
+    """Runs jobs for one worker thread. Not shared between threads; the pool is."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        queue: GpuQueue,
+        pool: DevicePool,
+        fallback: CpuEngine,
+        *,
+        scales: str,
+        input_scale: Callable[[str], float] | None,
+        stopped: Callable[[], bool],
+        advance: Callable[[int], None],
+    ) -> None:
+        """As `CpuEngine`; `fallback` is one with the same options."""
+        self._checkpoint = checkpoint
+        self._queue = queue
+        self._pool = pool
+        self._fallback = fallback
+        self._rule = scales
+        self._input_scale = input_scale
+        self._stopped = stopped
+        self._advance = advance
+        self._incoming = _Ring(queue)
+        self._outgoing = _Ring(queue)
+        self._info = queue.host(INFO_BYTES)
+
+    def run(
+        self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
+    ) -> JobResult:
+        """See `CpuEngine.run`; also raises `DeviceError`."""
+        if not takes(job):
+            return self._fallback.run(job, writer, held)
+        result = JobResult()
+        views = [None] * len(job.members) if held is None else held
+        with self._queue.using(), self._place(device_nbytes(job)) as place:
+            convert = self._fp8 if job.kind == "fp8" else self._nvfp4
+            sound = convert(job, writer, views, place, result)
+        if not sound:
+            self._fallback.run(job, writer, held)  # raises `TensorError`, with the place
+            raise DeviceError(f"{job.group}: not finite on the GPU only; --device cpu may help")
+        return result
+
+    @contextmanager
+    def _place(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Memory on the device. What is queued is waited for before others get it."""
+        place = self._pool.acquire(nbytes, self._stopped)
+        try:
+            yield place
+        except BaseException:
+            self._queue.drain()
+            raise
+        finally:
+            self._pool.release(place)
+
+    def _nvfp4(
+        self,
+        job: Job,
+        writer: ShardWriter,
+        views: Sequence[memoryview | None],
+        place: torch.Tensor,
+        result: JobResult,
+    ) -> bool:
+        """Whether all values are finite; if not, nothing is written."""
+        item, k = _item(job), job.members[0].source.shape[1]
+        n = sum(member.source.shape[0] for member in job.members)
+        areas = _split(place, _nvfp4_sizes(n, k, item))
+        source, codes, scales, info = areas
+        begin = 0
+        for member, view in zip(job.members, views, strict=True):
+            self._upload(source[begin : begin + member.source.nbytes], member, 0, view)
+            begin += member.source.nbytes
+        self._queue.nvfp4(areas, job.members[0].source.spec.dtype, n, k, self._rule)
+        parts: list[Part] = []
+        row = 0
+        for member in job.members:
+            rows = slice(row, row + member.source.shape[0])
+            row = rows.stop
+            parts.append((_rows(codes, rows, k // 2), TensorSink(writer, member.outputs[0])))
+            parts.append(
+                (_rows(scales, rows, k // NVFP4_BLOCK), TensorSink(writer, member.outputs[1]))
+            )
+        found = self._download(info, parts, lambda found: found.finite_group)
+        if found is None:
+            return False
+        if found.global_scale != cpu.nvfp4_global_scale(found.amax):
+            raise DeviceError(
+                f"{job.group}: the GPU makes a global scale of {found.global_scale} of amax"
+                f" {found.amax}; expected {cpu.nvfp4_global_scale(found.amax)}. Use --device cpu"
+            )
+        if found.amax == 0.0:
+            result.zero_groups.append(job.group)
+        _, result.underflow_blocks, result.zero_blocks, _ = found.counts
+        for _, sink in parts:
+            sink.finish(result)
+        for member in job.members:
+            write_whole(writer, member.outputs[2], f32_bytes(found.global_scale), result)
+            if self._input_scale is not None:
+                write_input_scale(member, self._input_scale, writer, result)
+        return True
+
+    def _fp8(
+        self,
+        job: Job,
+        writer: ShardWriter,
+        views: Sequence[memoryview | None],
+        place: torch.Tensor,
+        result: JobResult,
+    ) -> bool:
+        """Whether all values are finite. Rows share nothing, so they go in parts."""
+        for member, view in zip(job.members, views, strict=True):
+            dtype, (n, k) = member.source.spec.dtype, member.source.shape
+            item = ITEMSIZE[dtype]
+            at_once = _part_rows(k, item)
+            code_sink, scale_sink = (TensorSink(writer, output) for output in member.outputs)
+            for row in range(0, n, at_once):
+                rows = min(at_once, n - row)
+                areas = _split(place, _fp8_sizes(rows, k, item))
+                self._upload(areas[0], member, row * k * item, view)
+                self._queue.fp8(areas, dtype, rows, k)
+                parts = [(areas[1], code_sink), (areas[2], scale_sink)]
+                found = self._download(areas[3], parts, lambda found: found.finite_rows)
+                if found is None:
+                    return False
+                result.zero_rows += found.counts[1]
+            code_sink.finish(result)
+            scale_sink.finish(result)
+        return True
+
+    def _upload(
+        self, to: torch.Tensor, member: Member, start: int, view: memoryview | None
+    ) -> None:
+        """Queue `to.numel()` source bytes of a member, from `start` on."""
+        nbytes = to.numel()
+        held = None
+        if view is not None:
+            held = np.frombuffer(view, np.uint8, count=nbytes, offset=start)
+            if held.flags.writeable:  # torch warns of others, and they are not page-locked
+                tensor = torch.from_numpy(held)
+                if self._queue.locked(tensor):
+                    self._check(nbytes)
+                    self._queue.copy(to, tensor)
+                    return
+        for first, size in _pieces(nbytes):
+            self._check(size)
+            chunk = self._incoming.next()
+            if held is None:
+                place = member.source.start + start + first
+                self._checkpoint.read_into(member.source.spec, chunk.view[:size], place)
+            else:
+                np.copyto(chunk.array[:size], held[first : first + size])
+            self._queue.copy(to[first : first + size], chunk.tensor[:size])
+            chunk.mark()
+
+    def _download(
+        self,
+        info: torch.Tensor,
+        parts: Sequence[Part],
+        finite: Callable[[GroupInfo], bool],
+    ) -> GroupInfo | None:
+        """Write all parts; what the kernels found. None, and nothing written, if not `finite`."""
+        found: GroupInfo | None = None
+        self._queue.copy(self._info, info)
+        for batch in self._batches(parts):
+            if found is None:
+                found = GroupInfo.read(memoryview(self._info.numpy()))  # type: ignore[arg-type]
+                if not finite(found):
+                    self._queue.drain()
+                    return None
+            for view, sink in batch:
+                self._check(0)
+                sink.append(view)
+        return found
+
+    def _batches(self, parts: Sequence[Part]) -> Iterator[list[tuple[memoryview, TensorSink]]]:
+        """Parts' bytes on the host, a chunk at a time, the next one on its way meanwhile."""
+        waiting: tuple[_Chunk, list[tuple[memoryview, TensorSink]]] | None = None
+        for batch in _packed(parts):
+            chunk = self._outgoing.next()
+            views, begin = [], 0
+            for tensor, sink in batch:
+                end = begin + tensor.numel()
+                self._queue.copy(chunk.tensor[begin:end], tensor)
+                views.append((chunk.view[begin:end], sink))
+                begin = end
+            chunk.mark()
+            if waiting is not None:
+                waiting[0].wait()
+                yield waiting[1]
+            waiting = chunk, views
+        if waiting is not None:
+            waiting[0].wait()
+            yield waiting[1]
+
+    def _check(self, nbytes: int) -> None:
+        if self._stopped():
+            raise Interrupted("stopped")
+        if nbytes:
+            self._advance(nbytes)
+
+
+class _Chunk:
+    """Page-locked bytes that a copy may be using."""
+
+    def __init__(self, queue: GpuQueue) -> None:
+        self.tensor = queue.host(CHUNK_BYTES)
+        self.array = self.tensor.numpy()
+        self.view = memoryview(self.array)  # type: ignore[arg-type]  # numpy arrays are buffers
+        self._mark = queue.mark()
+        self._marked = False
+
+    def mark(self) -> None:
+        """In use by what was queued so far."""
+        self._mark.record()
+        self._marked = True
+
+    def wait(self) -> None:
+        """Until it is not."""
+        if self._marked:
+            self._mark.synchronize()
+            self._marked = False
+
+
+class _Ring:
+    """Chunks in turn, made when first needed; each is waited for before it is given out again."""
+
+    def __init__(self, queue: GpuQueue) -> None:
+        self._queue = queue
+        self._chunks: list[_Chunk] = []
+        self._turn = 0
+
+    def next(self) -> _Chunk:
+        if len(self._chunks) < CHUNKS:
+            self._chunks.append(_Chunk(self._queue))
+        chunk = self._chunks[self._turn % CHUNKS]
+        self._turn += 1
+        chunk.wait()
+        return chunk
+
+
+def _item(job: Job) -> int:
+    return ITEMSIZE[job.members[0].source.spec.dtype]
+
+
+def _part_rows(k: int, item: int) -> int:
+    return max(1, PART_BYTES // (k * item))
+
+
+def _nvfp4_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
+    """Bytes of source, codes, scales and info."""
+    return n * k * item, n * k // 2, n * k // NVFP4_BLOCK, INFO_BYTES
+
+
+def _fp8_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
+    return n * k * item, n * k, n * 4, INFO_BYTES
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _split(place: torch.Tensor, sizes: Iterable[int]) -> tuple[torch.Tensor, ...]:
+    """Areas of device memory, one behind the other."""
+    areas, begin = [], 0
+    for size in sizes:
+        areas.append(place[begin : begin + size])
+        begin += _aligned(size)
+    return tuple(areas)
+
+
+def _rows(area: torch.Tensor, rows: slice, width: int) -> torch.Tensor:
+    return area[rows.start * width : rows.stop * width]
+
+
+def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of as few equal pieces as chunks allow."""
+    count = -(-nbytes // CHUNK_BYTES)
+    size = min(CHUNK_BYTES, _aligned(-(-nbytes // count)))
+    for start in range(0, nbytes, size):
+        yield start, min(size, nbytes - start)
+
+
+def _packed(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Batches of parts that fit a chunk, large ones divided."""
+    batch: list[Part] = []
+    room = CHUNK_BYTES
+    for tensor, sink in parts:
+        while tensor.numel():
+            now, tensor = tensor[:room], tensor[room:]
+            batch.append((now, sink))
+            room -= now.numel()
+            if not room:
+                yield batch
+                batch, room = [], CHUNK_BYTES
+    if batch:
+        yield batch

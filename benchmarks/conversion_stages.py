@@ -1,0 +1,250 @@
+"""Each stage of a conversion on a GPU alone: what it could do if nothing else ran.
+
+In: a plan, a number of threads, a folder for files. Out: seconds that the whole source takes in
+each stage. Memory, chunks and threads are those of the engine (`conversion/gpu_engine.py`):
+
+    read      threads read the source into two page-locked chunks each
+    upload    as many bytes as the source has, from chunks to the device, a stream for each thread
+    kernels   the jobs of one expert, eight copies in a graph, all on the device
+    download  as many bytes as the output has, back into chunks
+    write     threads write as many from chunks, into as many files as there are lanes
+    checksum  threads take checksums of as many
+    by hand   what cores do, and nothing else: each thread reads a chunk, writes and sums its share
+
+`by hand` is the floor of a conversion on these cores, whatever does the arithmetic.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from beamq.checkpoint import Checkpoint
+from beamq.checksum import new_checksum
+from beamq.conversion.gpu_engine import CHUNK_BYTES
+from beamq.conversion.lanes import lane_count
+from beamq.plan import Job, Plan
+from beamq.roles import Role
+
+COPIES = 8  # of an expert: ten times the L2 cache
+
+
+class Stages:
+    """Measures stages one by one. `folder` gets files, which are removed again."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, folder: Path, *, threads: int, cuda: bool
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._folder = folder
+        self._threads = threads
+        self._cuda = cuda
+        self.read_nbytes = sum(job.source_nbytes for job in plan.jobs)
+        self.written_nbytes = plan.tensor_nbytes
+
+    def measure(self) -> dict[str, float]:
+        """Seconds by stage; those of the GPU are missing where there is none."""
+        found = {"read": self._run(self._reader)}
+        if self._cuda:
+            found["upload"] = self._run(lambda number: self._copier(self.read_nbytes, up=True))
+            found["kernels"] = self._kernels()
+            found["download"] = self._run(
+                lambda number: self._copier(self.written_nbytes, up=False)
+            )
+        found["write"] = self._run(lambda number: self._writer(number))
+        found["checksum"] = self._run(lambda number: self._summer())
+        found["by hand"] = self._run(self._by_hand)
+        return found
+
+    def _run(self, work_of: Callable[[int], Iterator[None]]) -> float:
+        """Seconds until every thread's work is done; what comes before the first yield is free."""
+        ready = threading.Barrier(self._threads + 1)
+        failures: list[BaseException] = []
+
+        def thread(number: int) -> None:
+            try:
+                work = work_of(number)
+                next(work)
+                ready.wait()
+                for _ in work:
+                    pass
+            except BaseException as failure:
+                failures.append(failure)
+                ready.abort()
+
+        crew = [threading.Thread(target=thread, args=(number,)) for number in range(self._threads)]
+        for each in crew:
+            each.start()
+        try:
+            ready.wait()
+        except threading.BrokenBarrierError:
+            raise failures[0] from None
+        begun = time.monotonic()
+        for each in crew:
+            each.join()
+        seconds = time.monotonic() - begun
+        if failures:
+            raise failures[0]
+        for path in self._folder.glob("stage-*.bin"):
+            path.unlink()
+        return seconds
+
+    def _chunk(self) -> torch.Tensor:
+        return torch.full((CHUNK_BYTES,), 7, dtype=torch.uint8, pin_memory=self._cuda)
+
+    def _pieces(self, number: int) -> Iterator[tuple[Any, int, int]]:
+        """(member, start, bytes) of this thread's share of the source."""
+        for job in self._plan.jobs[number :: self._threads]:
+            for member in job.members:
+                total = member.source.nbytes
+                for start in range(0, total, CHUNK_BYTES):
+                    yield member, start, min(CHUNK_BYTES, total - start)
+
+    def _reader(self, number: int) -> Iterator[None]:
+        chunks = [memoryview(self._chunk().numpy()) for _ in range(2)]  # type: ignore[arg-type]
+        yield
+        for turn, (member, start, nbytes) in enumerate(self._pieces(number)):
+            place = member.source.start + start
+            self._checkpoint.read_into(member.source.spec, chunks[turn % 2][:nbytes], place)
+            yield
+
+    def _copier(self, total: int, *, up: bool) -> Iterator[None]:
+        chunks = [self._chunk() for _ in range(2)]
+        there = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        marks = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        stream = torch.cuda.Stream()
+        yield
+        with torch.cuda.stream(stream):
+            for turn in range(-(-total // (self._threads * CHUNK_BYTES))):
+                here, device, mark = (each[turn % 2] for each in (chunks, there, marks))
+                mark.synchronize()
+                (device if up else here).copy_(here if up else device, non_blocking=True)
+                mark.record()
+                yield
+        stream.synchronize()
+
+    def _open(self, number: int) -> int:
+        lanes = lane_count(self._threads, remote=False)
+        path = self._folder / f"stage-{number % lanes}.bin"
+        return os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+
+    def _writer(self, number: int) -> Iterator[None]:
+        chunk = memoryview(self._chunk().numpy())  # type: ignore[arg-type]
+        descriptor = self._open(number)
+        share = -(-self.written_nbytes // self._threads)
+        yield
+        for done in range(0, share, CHUNK_BYTES):
+            size = min(CHUNK_BYTES, share - done)
+            os.pwrite(descriptor, chunk[:size], number * share + done)
+            yield
+        os.close(descriptor)
+
+    def _summer(self) -> Iterator[None]:
+        chunk = self._chunk().numpy()
+        checksum = new_checksum()
+        yield
+        for _ in range(-(-self.written_nbytes // (self._threads * CHUNK_BYTES))):
+            checksum.update(chunk)
+            yield
+
+    def _by_hand(self, number: int) -> Iterator[None]:
+        chunk = memoryview(self._chunk().numpy())  # type: ignore[arg-type]
+        descriptor, checksum = self._open(number), new_checksum()
+        ratio = self.written_nbytes / self.read_nbytes
+        read = written = 0
+        base = number * -(-self.read_nbytes // self._threads)  # sparse: nobody meets
+        yield
+        for member, start, nbytes in self._pieces(number):
+            place = member.source.start + start
+            self._checkpoint.read_into(member.source.spec, chunk[:nbytes], place)
+            read += nbytes
+            due = round(read * ratio) - written
+            os.pwrite(descriptor, chunk[:due], base + written)
+            checksum.update(chunk[:due])
+            written += due
+            yield
+        os.close(descriptor)
+
+    def _kernels(self) -> float:
+        """The jobs of one expert (or all jobs of a small layer), scaled to the source's bytes."""
+        jobs = [
+            job
+            for job in self._plan.jobs
+            if job.kind != "copy" and job.members[0].role.role is Role.EXPERT
+        ]
+        first = jobs[0].members[0].role
+        jobs = [
+            job
+            for job in jobs
+            if (job.members[0].role.layer, job.members[0].role.expert)
+            == (first.layer, first.expert)
+        ]
+        with ExitStack() as stack:
+            graph = stack.enter_context(_captured([job for _ in range(COPIES) for job in jobs],
+                                                  self._plan.scales))  # fmt: skip
+            seconds = _seconds(graph.replay)
+        return seconds * self.read_nbytes / (COPIES * sum(job.source_nbytes for job in jobs))
+
+
+class _captured:
+    """A graph of jobs, each on device memory of its own."""
+
+    def __init__(self, jobs: Sequence[Job], rule: str) -> None:
+        from beamq.conversion import gpu_engine
+        from beamq.formats.kernels import gpu_groups
+
+        self._calls: list[Callable[[], None]] = []
+        for job in jobs:
+            dtype = job.members[0].source.spec.dtype
+            item, k = gpu_engine._item(job), job.members[0].source.shape[1]
+            n = sum(member.source.shape[0] for member in job.members)
+            sizes = (gpu_engine._fp8_sizes if job.kind == "fp8" else gpu_engine._nvfp4_sizes)(
+                n, k, item
+            )
+            place = torch.empty(gpu_engine.device_nbytes(job), dtype=torch.uint8, device="cuda")
+            areas = gpu_engine._split(place, sizes)
+            areas[0].view(torch.bfloat16).normal_(0, 0.02)
+            if job.kind == "fp8":
+                self._calls.append(
+                    lambda a=areas, d=dtype, n=n, k=k: gpu_groups.fp8_rows(*a, dtype=d, n=n, k=k)
+                )
+            else:
+                self._calls.append(
+                    lambda a=areas, d=dtype, n=n, k=k: gpu_groups.nvfp4_group(
+                        *a, dtype=d, n=n, k=k, rule=rule
+                    )
+                )
+
+    def __enter__(self) -> torch.cuda.CUDAGraph:
+        for call in self._calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in self._calls:
+                call()
+        return graph
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.clear()
+
+
+def _seconds(call: Callable[[], Any], repeats: int = 9) -> float:
+    """Median, by events."""
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[repeats // 2]

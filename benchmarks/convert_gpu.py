@@ -1,0 +1,361 @@
+"""Conversion with a GPU: each stage alone, the whole, and a one-pass calibration; projections.
+
+    python -m benchmarks.convert_gpu /dev/shm/work                     43 GB of source: two sparse
+                                                                       layers of 256, one dense
+    python -m benchmarks.convert_gpu /dev/shm/work --part one-pass
+    python -m benchmarks.convert_gpu /tmp/work --device cpu --tiny --experts 4      on a laptop
+
+FOLDER should be memory-backed and gets the source (kept there with --keep) and one output at a
+time. For each recipe: seconds of each stage alone (`conversion_stages.py`), then the conversion in
+this process (rounds; the first, in which kernels are compiled, is told apart) and as a process of
+its own. "whole/slowest" is the slowest stage's time over the whole's (goal 0.8); "whole/floor" is
+that of the reading, writing and summing that cores have to do whoever computes.
+
+Projections are to the full model's 1,003 GB: at the measured rate, and with storage that gives 7
+or 28 GB/s. One pass: `quantize --data` with 256 rows of 2,048 tokens of made-up words; a layer's
+time is from the end of the one before to its own end, so that reading ahead counts once; projected
+to 3 dense and 49 sparse layers (goal: 10 minutes at 7 GB/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from beamq.checkpoint import open_checkpoint
+from beamq.config import BeamConfig
+from beamq.conversion.quantize import QuantizeResult, quantize
+from beamq.conversion.runner import default_workers
+from beamq.plan import make_plan
+from benchmarks.conversion_stages import Stages
+from benchmarks.make_slice import Slice, make_slice
+from benchmarks.measuring import ROOT, run
+
+FULL_NBYTES = 1_002.7e9
+DENSE, SPARSE = 3, 49
+STORAGE = (7e9, 28e9)
+RECIPES = {"fp8": "fp8", "nvfp4-max": "nvfp4-max", "nvfp4": "nvfp4"}
+PARTS = ("convert", "one-pass")
+WORDS = 20_000
+TINY = Slice(
+    hidden=64, dense_width=128, expert_width=32, heads=4, kv_heads=2, head_dim=16,
+    shard_bytes=100_000,
+)  # fmt: skip
+
+
+class Bench:
+    """One source and what is measured on it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._threads = options.threads or default_workers()
+        self._cuda = options.device != "cpu"
+        options.folder.mkdir(parents=True, exist_ok=True)
+        self._source = options.folder / "source"
+        self._output = options.folder / "output"
+        what = replace(
+            TINY if options.tiny else Slice(),
+            experts=options.experts,
+            dense_layers=options.dense_layers,
+            sparse_layers=options.sparse_layers,
+        )
+        begun = time.monotonic()
+        self._nbytes = make_slice(self._source, what, reuse=True)
+        print(f"source: {self._nbytes / 1e9:.2f} GB in {time.monotonic() - begun:.1f} s, "
+              f"{self._threads} threads, device {options.device}", flush=True)  # fmt: skip
+
+    def convert(self, recipe: str) -> dict[str, Any]:
+        """Stages and wholes of one recipe."""
+        row: dict[str, Any] = {"recipe": recipe, "threads": self._threads}
+        self._warm(recipe)
+        with open_checkpoint(self._source) as checkpoint:
+            plan = make_plan(checkpoint, RECIPES[recipe])
+            stages = Stages(
+                checkpoint, plan, self._options.folder, threads=self._threads, cuda=self._cuda
+            )
+            row["source_gb"] = stages.read_nbytes / 1e9
+            row["output_gb"] = stages.written_nbytes / 1e9
+            row["stages_s"] = stages.measure()
+        calibrated = {} if recipe == "fp8" else {"no_calibration": True}
+        seconds = []
+        for _ in range(self._options.rounds + 1):
+            result = self._quantize(recipe=RECIPES[recipe], **calibrated)
+            seconds.append(result.seconds)
+        row["engine"] = result.engine
+        row["first_s"], row["whole_s"] = seconds[0], statistics.median(seconds[1:])
+        if not self._options.tiny:
+            row["process_s"] = self._process(recipe)
+        self._judge(row)
+        _print_conversion(row, self._cuda)
+        return row
+
+    def one_pass(self) -> dict[str, Any]:
+        """`quantize --data`, layer by layer."""
+        data = self._data()
+        moments: list[float] = []
+
+        def after(done: Any) -> None:
+            moments.append(time.monotonic() - begun)
+            print(f"  layer {done.layer} ends at {moments[-1]:.2f} s", flush=True)
+
+        begun = time.monotonic()
+        result = self._quantize(
+            recipe="nvfp4",
+            data=[str(data)],
+            samples=self._options.samples,
+            sequence_length=self._options.sequence_length,
+            on_layer=after,
+        )
+        dense = self._options.dense_layers
+        steps = [after - before for before, after in pairwise(moments)]
+        sparse_s = min(steps[dense:], default=steps[-1] if steps else 0.0)
+        row: dict[str, Any] = {
+            "engine": result.engine,
+            "tokens": self._options.samples * self._options.sequence_length,
+            "whole_s": result.seconds,
+            "layer_ends_s": moments,
+            "sparse_layer_s": sparse_s,
+            "stages_s": self._layer_stages(dense),
+        }
+        row["start_s"] = moments[0]
+        row["end_s"] = result.seconds - moments[-1]
+        own = row["stages_s"]["forward_dense"]
+        fixed = row["start_s"] + row["end_s"]
+        for storage in (None, *STORAGE):
+            layer = [sparse_s, own]
+            if storage is not None:
+                sizes = self._layer_nbytes(dense)
+                layer = [max(s, n / storage) for s, n in zip(layer, sizes, strict=True)]
+            row[_key("model_s", storage)] = fixed + SPARSE * layer[0] + DENSE * layer[1]
+        _print_pass(row)
+        return row
+
+    def remove(self) -> None:
+        """What was made, and the folder if there is nothing else in it."""
+        for path in (self._source, self._output):
+            shutil.rmtree(path, ignore_errors=True)
+        (self._options.folder / "words.txt").unlink(missing_ok=True)
+        with suppress(OSError):
+            self._options.folder.rmdir()
+
+    def _quantize(self, **options: Any) -> QuantizeResult:
+        shutil.rmtree(self._output, ignore_errors=True)
+        try:
+            return quantize(
+                self._source,
+                self._output,
+                device=self._options.device,
+                workers=self._options.workers,
+                **options,
+            )
+        finally:
+            if not self._options.keep:
+                shutil.rmtree(self._output, ignore_errors=True)
+
+    def _process(self, recipe: str) -> float:
+        """Seconds of a conversion in a process of its own, from its start to its end."""
+        shutil.rmtree(self._output, ignore_errors=True)
+        command = [sys.executable, "-m", "beamq", "quantize", str(self._source), str(self._output)]
+        command += ["--recipe", RECIPES[recipe], "--quiet", "--device", self._options.device]
+        command += [] if recipe == "fp8" else ["--no-calibration"]
+        if self._options.workers:
+            command += ["--workers", str(self._options.workers)]
+        try:
+            return run(command).wall_s
+        finally:
+            shutil.rmtree(self._output, ignore_errors=True)
+
+    def _warm(self, recipe: str) -> None:
+        """Touch as much memory as an output takes: a virtual machine's may have to be fetched."""
+        nbytes = int(self._nbytes * (0.6 if recipe == "fp8" else 0.35))
+        chunk = bytes(1 << 24)
+        with (self._options.folder / "warm.bin").open("wb") as stream:
+            for _ in range(0, nbytes, len(chunk)):
+                stream.write(chunk)
+        (self._options.folder / "warm.bin").unlink()
+
+    def _judge(self, row: dict[str, Any]) -> None:
+        stages = {name: s for name, s in row["stages_s"].items() if name != "by hand"}
+        row["slowest"] = max(stages, key=lambda name: stages[name])
+        row["whole_over_slowest"] = stages[row["slowest"]] / row["whole_s"]
+        row["whole_over_floor"] = row["stages_s"]["by hand"] / row["whole_s"]
+        rate = row["source_gb"] * 1e9 / row["whole_s"]
+        for storage in (None, *STORAGE):
+            row[_key("model_s", storage)] = FULL_NBYTES / min(rate, storage or rate)
+
+    def _data(self) -> Path:
+        """Words enough for all tokens, and the tokenizer of the small Beam."""
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(ROOT / "examples" / "beam-nano" / name, self._source / name)
+        chance = random.Random(0)
+        words = ["".join(chance.choices("etaoinshrdlucmfw", k=chance.randint(2, 9)))
+                 for _ in range(WORDS)]  # fmt: skip
+        count = self._options.samples * self._options.sequence_length
+        lines = [" ".join(chance.choices(words, k=16)) for _ in range(count // 16 + 64)]
+        path: Path = self._options.folder / "words.txt"
+        path.write_text("\n".join(lines))
+        return path
+
+    def _layer_nbytes(self, dense: int) -> tuple[int, int]:
+        """Source bytes of a sparse and of a dense layer."""
+        with open_checkpoint(self._source) as checkpoint:
+
+            def of(layer: int) -> int:
+                prefix = f"model.layers.{layer}."
+                return sum(s.nbytes for n, s in checkpoint.tensors.items() if n.startswith(prefix))
+
+            return of(dense), of(0)
+
+    def _layer_stages(self, dense: int) -> dict[str, float]:
+        """Seconds for one sparse layer: loading (read and upload) alone, forward alone.
+
+        And the forward pass of the first, dense layer. Each the second of two times.
+        """
+        from beamq.calib.collect import Collector
+        from beamq.calib.device import BATCH_TOKENS, choose_device
+        from beamq.model.attention import SequenceLayout, position_table
+        from beamq.model.beam import decoder_layer
+        from beamq.model.linear import gemm_backend
+        from beamq.model.load import LayerLoader
+        from beamq.ranks import Ranks
+
+        device = choose_device(self._options.device, Ranks())
+        length = self._options.sequence_length
+        rows = max(1, min(BATCH_TOKENS[device.type] // length, self._options.samples))
+        batches = -(-self._options.samples // rows)
+        found: dict[str, float] = {}
+        with open_checkpoint(self._source) as checkpoint:
+            config = BeamConfig.from_dict(checkpoint.config)
+            loader = LayerLoader(checkpoint, config, dtype=torch.bfloat16, device=device)
+            layout = SequenceLayout.rectangle(rows, length)
+            table = position_table(config, length, device)
+            gemm = gemm_backend("auto" if device.type == "cuda" else "reference")
+            h_TK = torch.randn(rows * length, config.hidden_size, device=device).bfloat16()
+            collector = Collector(config, device)
+
+            def forward(weights: Any) -> None:
+                with torch.inference_mode():
+                    for _ in range(batches):
+                        decoder_layer(
+                            h_TK, weights, config, layout, table, gemm=gemm, observer=collector
+                        )
+                collector.take(weights.index)
+
+            for name, index in (("dense", 0), ("sparse", dense)):
+                for _ in range(2):
+                    seconds, weights = _timed(lambda index=index: loader.layer(index), device)
+                    found[f"load_{name}"] = seconds
+                    found[f"forward_{name}"], _ = _timed(lambda w=weights: forward(w), device)
+                    del weights
+            loader.close()
+        return found
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    begun = time.monotonic()
+    found = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.monotonic() - begun, found
+
+
+def _key(name: str, storage: float | None) -> str:
+    return name if storage is None else f"{name}_at_{storage / 1e9:.0f}_gb_per_s"
+
+
+def _print_conversion(row: dict[str, Any], cuda: bool) -> None:
+    gb = row["source_gb"]
+    stages = ", ".join(f"{n} {s:.2f} ({gb / s:.1f})" for n, s in row["stages_s"].items())
+    if not cuda:
+        stages += "; upload, kernels, download: not run"
+    print(f"\n{row['recipe']}: {gb:.2f} GB to {row['output_gb']:.2f} GB by {row['engine']}")
+    print(f"  stages alone, s (GB/s of source): {stages}")
+    process = f", process {row['process_s']:.2f} s" if "process_s" in row else ""
+    print(
+        f"  whole {row['whole_s']:.2f} s ({gb / row['whole_s']:.1f} GB/s), first"
+        f" {row['first_s']:.2f} s{process}; whole/slowest ({row['slowest']})"
+        f" {row['whole_over_slowest']:.2f} (goal 0.8), whole/floor {row['whole_over_floor']:.2f}"
+    )
+    print(
+        f"  1,003 GB: {row['model_s']:.0f} s as measured,"
+        f" {row[_key('model_s', 7e9)]:.0f} s at 7 GB/s,"
+        f" {row[_key('model_s', 28e9)]:.0f} s at 28 GB/s",
+        flush=True,
+    )
+
+
+def _print_pass(row: dict[str, Any]) -> None:
+    stages = ", ".join(f"{name} {s:.2f}" for name, s in row["stages_s"].items())
+    print(f"\none pass, {row['tokens']:,} tokens, {row['engine']}: {row['whole_s']:.1f} s")
+    print(f"  stages alone, s: {stages}")
+    print(
+        f"  start {row['start_s']:.2f} s, a sparse layer {row['sparse_layer_s']:.2f} s, end"
+        f" {row['end_s']:.2f} s"
+    )
+    print(
+        f"  52 layers: {row['model_s'] / 60:.1f} min as measured,"
+        f" {row[_key('model_s', 7e9)] / 60:.1f} min at 7 GB/s (goal 10),"
+        f" {row[_key('model_s', 28e9)] / 60:.1f} min at 28 GB/s",
+        flush=True,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--part", choices=PARTS, action="append", dest="parts")
+    parser.add_argument("--recipe", choices=tuple(RECIPES), action="append", dest="recipes")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--sparse-layers", type=int, default=2)
+    parser.add_argument("--dense-layers", type=int, default=1)
+    parser.add_argument("--samples", type=int, default=256)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="of stages; default: usable cores")
+    parser.add_argument("--workers", type=int, help="of the conversion; default: usable cores")
+    parser.add_argument("--tiny", action="store_true", help="widths of a toy, for a try")
+    parser.add_argument("--keep", action="store_true", help="leave source and last output there")
+    options = parser.parse_args(arguments)
+    result: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+    if options.device != "cpu":
+        from benchmarks.gpu_timing import machine
+
+        result |= machine()
+    print(json.dumps(result), flush=True)
+    bench = Bench(options)
+    parts = options.parts or PARTS
+
+    def save() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1))
+
+    if "convert" in parts:
+        result["conversion"] = []
+        for recipe in options.recipes or RECIPES:
+            result["conversion"].append(bench.convert(recipe))
+            save()
+    if "one-pass" in parts:
+        result["one_pass"] = bench.one_pass()
+        save()
+    if not options.keep:
+        bench.remove()
+
+
+if __name__ == "__main__":
+    main()

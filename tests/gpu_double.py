@@ -1,0 +1,155 @@
+"""A GPU for tests where there is none: the same queue, its kernels on the CPU.
+
+What is queued happens at once, or (`late`) not before a mark behind it is waited for: then a copy
+out of a buffer that was filled again too early, or bytes looked at before they came, give other
+bytes than the plain engine's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from beamq.checkpoint import Checkpoint
+from beamq.conversion.buffer_pool import BufferPool
+from beamq.conversion.engines import CpuEngines
+from beamq.conversion.gpu_engine import GpuEngine
+from beamq.formats.kernels import cpu
+from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
+
+GARBAGE = 0xA5
+
+
+class HostQueue:
+    """A `GpuQueue` in host memory. `locked` is what it says of memory it did not allocate;
+    global scales are told `wrong` times too large."""
+
+    def __init__(self, *, late: bool, locked: bool = False, wrong: float = 1.0) -> None:
+        self._late = late
+        self._locked = locked
+        self._wrong = wrong
+        self._waiting: deque[Callable[[], Any]] = deque()
+        self.queued = self._done = 0
+
+    def using(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def host(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+
+    def mark(self) -> HostMark:
+        return HostMark(self)
+
+    def locked(self, tensor: torch.Tensor) -> bool:
+        return self._locked
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        assert to.numel() == source.numel()
+        self._queue(lambda: to.copy_(source))
+
+    def nvfp4(self, place: tuple[torch.Tensor, ...], dtype: str, n: int, k: int, rule: str) -> None:
+        arrays = [tensor.numpy() for tensor in place]
+        self._queue(lambda: nvfp4_group(*arrays, dtype, n, k, rule, self._wrong))
+
+    def fp8(self, place: tuple[torch.Tensor, ...], dtype: str, n: int, k: int) -> None:
+        arrays = [tensor.numpy() for tensor in place]
+        self._queue(lambda: fp8_rows(*arrays, dtype, n, k))
+
+    def drain(self) -> None:
+        self.run_to(self.queued)
+
+    def run_to(self, place: int) -> None:
+        while self._done < place:
+            self._waiting.popleft()()
+            self._done += 1
+
+    def _queue(self, work: Callable[[], Any]) -> None:
+        self._waiting.append(work)
+        self.queued += 1
+        if not self._late:
+            self.drain()
+
+
+class HostMark:
+    def __init__(self, queue: HostQueue) -> None:
+        self._queue = queue
+        self._place: int | None = None
+
+    def record(self) -> None:
+        self._place = self._queue.queued
+
+    def synchronize(self) -> None:
+        assert self._place is not None, "waited for a mark that was never recorded"
+        self._queue.run_to(self._place)
+
+
+def nvfp4_group(
+    source: np.ndarray, codes: np.ndarray, scales: np.ndarray, info: np.ndarray,
+    dtype: str, n: int, k: int, rule: str, wrong: float,
+) -> None:  # fmt: skip
+    """As `gpu_groups.nvfp4_group`, a value that is not finite included."""
+    assert source.nbytes == n * k * {"BF16": 2, "F16": 2, "F32": 4}[dtype]
+    found = cpu.amax(source, dtype)
+    scale = cpu.nvfp4_global_scale(found.amax)
+    counts = cpu.nvfp4_quantize(source, dtype, k, scale, codes, scales, scales=rule)
+    told = GroupInfo(
+        amax=float("nan") if found.nonfinite else found.amax,
+        global_scale=scale * wrong,
+        counts=(counts.saturated, counts.underflow, counts.zero, counts.nonfinite),
+    )
+    info[:] = np.frombuffer(told.pack(), np.uint8)
+
+
+def fp8_rows(
+    source: np.ndarray, codes: np.ndarray, scales: np.ndarray, info: np.ndarray,
+    dtype: str, n: int, k: int,
+) -> None:  # fmt: skip
+    """As `gpu_groups.fp8_rows`."""
+    counts = cpu.fp8_quantize_rows(source, dtype, k, codes, scales)
+    told = GroupInfo(amax=0.0, global_scale=0.0, counts=(counts.nonfinite, counts.zero_rows, 0, 0))
+    info[:] = np.frombuffer(told.pack(), np.uint8)
+
+
+class HostEngines:
+    """`GpuEngines` on such queues; `calls` counts the engines made and the groups granted."""
+
+    device_nbytes = 0
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, late: bool = True, locked: bool = False,
+        wrong: float = 1.0, budget: int = 1 << 26,
+    ) -> None:  # fmt: skip
+        self._checkpoint = checkpoint
+        self._options: dict[str, Any] = {"late": late, "locked": locked, "wrong": wrong}
+        self._cpu = CpuEngines(checkpoint, 1 << 26)
+        self.allocated: list[int] = []
+        self.made: list[GpuEngine] = []
+        self.pool: BufferPool[torch.Tensor] = BufferPool(
+            budget, allocate=self._allocate, size=lambda t: t.nbytes, discard=lambda t: None
+        )
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self.allocated.append(nbytes)
+        return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+
+    def workers(self, asked: int) -> int:
+        return asked
+
+    def engine(self, **options: Any) -> GpuEngine:
+        engine = GpuEngine(
+            self._checkpoint,
+            HostQueue(**self._options),
+            self.pool,
+            self._cpu.engine(**options),
+            **options,
+        )
+        self.made.append(engine)
+        return engine
+
+
+assert len(GroupInfo(amax=1.0, global_scale=1.0, counts=(0, 0, 0, 0)).pack()) == INFO_BYTES
