@@ -24,19 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from beamq.config import read_json_object
 from beamq.errors import CheckpointError, ConfigError, TensorError
-from beamq.header import TensorSpec, few
+from beamq.header import TensorSpec
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.hub.repo import hub_source, open_repo
 from beamq.small_files import user_path
 from beamq.source_files import LocalFiles, SourceFiles, Supply
+from beamq.weight_files import INDEX_NAME, check_index, weight_files
 
 if TYPE_CHECKING:
     import torch
 
 FLOAT_SOURCES = ("BF16", "F16", "F32")
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
-MAX_INDEX_BYTES = 1 << 30
 SAMPLE_BYTES = 4096
 HUB_STAMP = "hub:"  # what a repository's fingerprint begins with
 
@@ -238,7 +236,7 @@ def open_files(
 
 def _open(files: SourceFiles) -> Checkpoint:
     config = read_json_object(files.path("config.json"), ConfigError)
-    shards, weight_map = _weight_files(files)
+    shards, weight_map = weight_files(files)
     tensors: dict[str, TensorSpec] = {}
     metadata: dict[str, dict[str, str]] = {}
     files.expect_headers(shards)
@@ -252,7 +250,7 @@ def _open(files: SourceFiles) -> Checkpoint:
                 )
             tensors[spec.name] = spec
     if weight_map is not None:
-        _check_index(f"{files.name}/{INDEX_NAME}", weight_map, tensors)
+        check_index(f"{files.name}/{INDEX_NAME}", weight_map, tensors)
     return Checkpoint(
         config=config,
         tensors=tensors,
@@ -261,73 +259,3 @@ def _open(files: SourceFiles) -> Checkpoint:
         has_index=weight_map is not None,
         source=files,
     )
-
-
-def _weight_files(source: SourceFiles) -> tuple[list[str], dict[str, str] | None]:
-    """The safetensors files to read: those the index names, else the single file."""
-    if source.has(INDEX_NAME):
-        return _indexed_files(source)
-    if source.has(SINGLE_NAME):
-        return [SINGLE_NAME], None
-    found = [name for name in source.names() if name.endswith(".safetensors")]
-    if found:
-        raise CheckpointError(
-            f"{source.name}: {len(found)} safetensors files but no {INDEX_NAME} and no"
-            f" {SINGLE_NAME}; restore the index"
-        )
-    pickles = [name for name in source.names() if name.endswith(".bin")]
-    if pickles:
-        raise CheckpointError(
-            f"{source.name}: only pickle files ({few(pickles)}); beamq never unpickles."
-            " Save the model as safetensors first"
-        )
-    raise CheckpointError(f"{source.name}: no {SINGLE_NAME} and no {INDEX_NAME}; not a checkpoint")
-
-
-def _indexed_files(source: SourceFiles) -> tuple[list[str], dict[str, str]]:
-    where = f"{source.name}/{INDEX_NAME}"
-    index = read_json_object(source.path(INDEX_NAME), CheckpointError, MAX_INDEX_BYTES)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{where}: no weight_map; expected tensor name -> file")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or not safe_file_name(file):
-            raise CheckpointError(
-                f"{where}: {name} points to {str(file)[:80]!r}; expected the name of a"
-                " .safetensors file in the same folder"
-            )
-    files = sorted(set(weight_map.values()))
-    missing = [file for file in files if not source.has(file)]
-    if missing:
-        raise CheckpointError(
-            f"{where}: {len(missing)} of {len(files)} shards are missing:"
-            f" {few(missing)}; finish the download"
-        )
-    return files, weight_map
-
-
-def safe_file_name(name: str) -> bool:
-    """Whether a name from an index is a plain safetensors file name that stays in its folder."""
-    return (
-        name.endswith(".safetensors")
-        and "/" not in name
-        and "\\" not in name
-        and "\0" not in name
-        and not name.startswith(".")
-        and len(name) < 256
-    )
-
-
-def _check_index(where: str, weight_map: dict[str, str], tensors: dict[str, TensorSpec]) -> None:
-    problems = [
-        f"{name} (index says {file}, "
-        f"{'found in ' + tensors[name].file if name in tensors else 'not there'})"
-        for name, file in weight_map.items()
-        if name not in tensors or tensors[name].file != file
-    ]
-    problems += [f"{name} (in {tensors[name].file}, not in the index)"
-                 for name in tensors if name not in weight_map]  # fmt: skip
-    if problems:
-        raise CheckpointError(
-            f"{where}: {len(problems)} entries disagree with the shards: {few(problems)}"
-        )

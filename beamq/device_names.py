@@ -13,7 +13,7 @@ _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,4})?")
 
 
 def check_device_name(name: str, *, auto: bool = True) -> None:
-    """Raise `UsageError` for what is not `cpu`, `cuda` or `cuda:N` (or `auto`, if it is allowed)."""
+    """Raise `UsageError` unless it is `cpu`, `cuda` or `cuda:N` (or `auto`, if allowed)."""
     if _DEVICE.fullmatch(name) or (auto and name == "auto"):
         return
     words = "auto, cpu, cuda or cuda:N" if auto else "cpu, cuda or cuda:N"

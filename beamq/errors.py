@@ -138,7 +138,10 @@ class EnvironmentFault(BeamqError):
 class DiskError(EnvironmentFault):
     """No space, a failing device, a read-only folder, a file-size limit."""
 
-    remedy = "Free space, check the device or its permissions, then run again with `--resume`."
+    remedy = (
+        "Free space, check the device or its permissions, then run again, with `--resume` where the"
+        " command has it."
+    )
 
 
 class MemoryBudgetError(EnvironmentFault):

@@ -12,7 +12,6 @@ gives the same plan, byte for byte (`digest`).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,8 @@ from beamq.config import BeamConfig
 from beamq.errors import RecipeError, UsageError
 from beamq.exclusion import Exclusion, apply_exclusions, quantized_units, tensor_parallel_notes
 from beamq.formats import layout
-from beamq.header import ITEMSIZE, TensorSpec
+from beamq.header import TensorSpec
+from beamq.placement import Draft, fill_shards
 from beamq.recipe import Recipe, load_recipe
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, fused_group
 from beamq.shards import OutputTensor, Shard
@@ -197,22 +197,6 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
     )
 
 
-Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
-DraftMember = tuple[TensorRole, SourceRange, Outputs]
-
-
-@dataclass(slots=True, kw_only=True)
-class Draft:
-    """A job whose outputs have no places yet."""
-
-    kind: str
-    group: str
-    members: list[DraftMember]
-
-    def nbytes(self) -> int:
-        return sum(_nbytes(dtype, shape) for _, _, outs in self.members for _, dtype, shape in outs)
-
-
 def _draft_jobs(
     config: BeamConfig, recipe: Recipe, sources: SourceMap, units: frozenset[layout.Unit]
 ) -> Iterator[Draft]:
@@ -254,64 +238,14 @@ def _copy_job(role: TensorRole, source: SourceRange) -> Draft:
     )
 
 
-def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    count = ITEMSIZE[dtype]
-    for size in shape:
-        count *= size
-    return count
-
-
 def place(drafts: Iterable[Draft], limit: int) -> tuple[tuple[Job, ...], tuple[Shard, ...]]:
     """Fill shards with whole jobs in order, then give every tensor its offset."""
-    bins: list[list[Draft]] = []
-    room = -1
-    for draft in drafts:
-        nbytes = draft.nbytes()
-        if nbytes > room:
-            bins.append([])
-            room = limit
-        bins[-1].append(draft)
-        room -= nbytes
+    filled = fill_shards(drafts, limit)
     jobs: list[Job] = []
-    shards: list[Shard] = []
-    for index, members in enumerate(bins):
-        shard = _layout_shard(index, len(bins), members)
+    for index, (inside, shard) in enumerate(filled):
         placed = {tensor.name: tensor for tensor in shard.tensors}
-        jobs += [_finish_job(draft, index, placed) for draft in members]
-        shards.append(shard)
-    return tuple(jobs), tuple(shards)
-
-
-def _layout_shard(index: int, count: int, drafts: list[Draft]) -> Shard:
-    """Order by falling element size, so that every tensor is aligned to its own dtype.
-
-    Loaders view the file as typed memory; a hole is not allowed, so order must do it.
-    """
-    entries = [entry for draft in drafts for _, _, outs in draft.members for entry in outs]
-    entries.sort(key=lambda entry: -ITEMSIZE[entry[1]])
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
-    for name, dtype, shape in entries:
-        end = begin + _nbytes(dtype, shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    raw = len(text).to_bytes(8, "little") + text
-    tensors = []
-    offset = len(raw)
-    for name, dtype, shape in entries:
-        nbytes = _nbytes(dtype, shape)
-        tensors.append(
-            OutputTensor(name=name, dtype=dtype, shape=shape, nbytes=nbytes, offset=offset)
-        )
-        offset += nbytes
-    return Shard(
-        name=f"model-{index + 1:05d}-of-{count:05d}.safetensors",
-        header=raw,
-        tensors=tuple(tensors),
-        nbytes=offset,
-    )
+        jobs += [_finish_job(draft, index, placed) for draft in inside]
+    return tuple(jobs), tuple(shard for _, shard in filled)
 
 
 def _finish_job(draft: Draft, shard: int, placed: dict[str, OutputTensor]) -> Job:

@@ -68,7 +68,7 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
     for role, shape in expected_tensors(config):
         spec = checkpoint.tensors.get(role.name)
         if spec is not None:
-            twin = packed.get((role.layer, _packed_name(role))) if role.expert is not None else None
+            twin = packed.get((role.layer, packed_part(role))) if role.expert is not None else None
             if twin is not None:
                 raise TensorError(
                     f"layer {role.layer} has packed experts ({twin.name}) and per-expert ones"
@@ -77,8 +77,8 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
             _check_spec(role, spec, shape)
             used.add(role.name)
             found.append((role, _whole(spec)))
-        elif role.role is Role.EXPERT and (role.layer, _packed_name(role)) in packed:
-            found.append((role, _cut(packed[role.layer, _packed_name(role)], role, shape)))
+        elif role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
+            found.append((role, _cut(packed[role.layer, packed_part(role)], role, shape)))
         else:
             missing.append(role.name)
     if missing:
@@ -96,10 +96,7 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
 def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Raise `AlreadyQuantizedError` if the tensors are quantized, whatever the config says."""
     for name, spec in checkpoint.tensors.items():
-        known = classify(name).role is not Role.EXTRA
-        if name.endswith(QUANTIZED_SUFFIXES) or (
-            known and spec.dtype in ("U8", "I8", "F8_E4M3", "F8_E5M2")
-        ):
+        if is_quantized(spec):
             kind = "NVFP4" if spec.dtype == "U8" or name.endswith("_scale_2") else "FP8"
             declared = checkpoint.config.get("quantization_config")
             if isinstance(declared, dict):
@@ -110,7 +107,16 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             )
 
 
-def _packed_name(role: TensorRole) -> str:
+def is_quantized(spec: TensorSpec) -> bool:
+    """Whether a tensor is a scale, or one of Beam's own stored as codes."""
+    if spec.name.endswith(QUANTIZED_SUFFIXES):
+        return True
+    codes = spec.dtype in ("U8", "I8", "F8_E4M3", "F8_E5M2")
+    return codes and classify(spec.name).role is not Role.EXTRA
+
+
+def packed_part(role: TensorRole) -> str:
+    """The packed tensor that an expert's linear would be part of."""
     return "down_proj" if role.proj == "down_proj" else "gate_up_proj"
 
 

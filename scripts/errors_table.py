@@ -20,17 +20,20 @@ HEAD = """# Errors
 Made by `scripts/errors_table.py` from `beamq/errors.py`; do not edit.
 
 A command that fails says so in one line on stderr, `error: ...`: what is wrong, where (file,
-tensor), what was expected, what to do. With `--json` the same is an object on stdout, `{"error",
-"kind", "exit_code"}`, and `kind` is a class below. A traceback is shown with `--debug` only.
+tensor), what was expected, what to do; on a terminal it is broken into lines. With `--json` the
+same is an object on stdout, `{"error", "kind", "exit_code"}`, and `kind` is a class below; this
+goes for options that cannot be read, too. A traceback is shown with `--debug` only.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
 | 1 | a check of `verify` or `compare` failed; or a defect of beamq (`internal error`) |
-| 2 | usage |
-| 3 | bad input: checkpoint, recipe, data |
-| 4 | the machine: disk, memory, device, network, packages |
+| 2 | usage: an option there is not, a value it cannot have (`--device tpu`), a contradiction |
+| 3 | bad input: a checkpoint, recipe (or its name), pattern, data or folder that does not fit |
+| 4 | the machine: disk, memory, a GPU that is not here, network, packages, another run at work |
 | 130 | interrupted; `--resume` continues |
+
+`--dry-run` ends with the code that the run would end with as far as it can be told beforehand.
 
 | error | exit code | cause | what to do |
 |---|---|---|---|
@@ -39,7 +42,8 @@ TAIL = """
 In Python every one is in `beamq` (`beamq.DiskError`), and `except beamq.BeamqError` catches them
 all. `InputError` and `EnvironmentFault` are the two families: what the user gave, and the machine.
 After an error of the second family, or an interruption, what is finished is kept and the same call
-with `resume=True` goes on.
+with `resume=True` goes on. A run that is refused before it has begun (too little disk, an output in
+use) leaves nothing.
 """
 
 

@@ -334,6 +334,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Answer(404 if self.token else 401, "RepoNotFound", "Repository not found")
         return repo
 
+    def dataset(self, name: str) -> None:
+        """This server has none."""
+        raise _Answer(404 if self.token else 401, "RepoNotFound", f"Dataset {name} not found")
+
     def _tree(self, name: str, revision: str) -> tuple[str, dict[str, Blob]]:
         repo = self._repo(name)
         commit = repo.find(revision)
@@ -505,6 +509,7 @@ class _Handler(BaseHTTPRequestHandler):
 _NAME = r"([^/]+/[^/]+)"
 _ROUTES: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (("GET",), rf"/api/models/{_NAME}()", lambda s, n, r, body: s.info(n, None, body)),
+    (("GET",), r"/api/datasets/(.+)", lambda s, n, body: s.dataset(n)),
     (("GET",), rf"/api/models/{_NAME}/revision/(.+)", _Handler.info),
     (("GET",), rf"/api/models/{_NAME}/tree/(.+)", _Handler.tree),
     (("GET", "HEAD"), rf"/{_NAME}/resolve/([^/]+)/(.+)", _Handler.resolve),

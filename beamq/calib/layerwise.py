@@ -144,6 +144,7 @@ def _run(
     try:
         with ranks.meeting():
             if ranks.first:
+                state.check_space(_hidden_nbytes(prepared))  # before anything is made
                 with disk_errors(state.folder, "creating the state folder"):
                     make_folder(state.folder)
                 lock = OutputLock(state.folder)
@@ -161,6 +162,12 @@ def _run(
     finally:
         if lock is not None:
             lock.release()
+
+
+def _hidden_nbytes(prepared: Prepared) -> int:
+    """Bytes of one set of hidden states, which is what the state of a run holds."""
+    itemsize = 4 if prepared.options.dtype == "float32" else 2
+    return prepared.data.tokens * int(prepared.checkpoint.config["hidden_size"]) * itemsize
 
 
 def run_pass(

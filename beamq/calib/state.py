@@ -31,6 +31,7 @@ from beamq.errors import DiskError, ResumeError
 from beamq.header import read_header
 from beamq.open_files import OpenFiles
 from beamq.shards import OutputTensor, Shard, ShardWriter, disk_errors, write_json
+from beamq.sizes import show_bytes
 from beamq.torch_dtypes import TORCH_DTYPES
 
 IDENTITY = "identity.json"
@@ -84,13 +85,18 @@ class RunState:
         self._saved_at = time.monotonic()
 
     def check_space(self, hidden_nbytes: int) -> None:
-        """Raise `DiskError` where two sets of hidden states do not fit the disk."""
-        free = shutil.disk_usage(self.folder).free
-        free += sum(path.stat().st_size for path in self.folder.iterdir())
+        """Raise `DiskError` where two sets of hidden states do not fit the disk. Makes nothing."""
+        place = self.folder.absolute()
+        while not place.exists():
+            place = place.parent
+        free = shutil.disk_usage(place).free
+        if self.folder.exists():
+            free += sum(path.stat().st_size for path in self.folder.iterdir())
         if 2 * hidden_nbytes > free:
             raise DiskError(
-                f"{self.folder}: the state of the calibration needs {2 * hidden_nbytes / 1e9:.2f}"
-                f" GB, the disk has {free / 1e9:.2f} GB free; free space, or use fewer samples"
+                f"{self.folder}: the state of the calibration needs"
+                f" {show_bytes(2 * hidden_nbytes)}, the disk has {show_bytes(free)} free; free"
+                " space, or use fewer samples"
             )
 
     def load(self) -> Saved | None:

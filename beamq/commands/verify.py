@@ -18,7 +18,7 @@ def verify(
     checkpoint: Checkpoint,
     source: Annotated[
         str | None,
-        typer.Option("--source", help="The BF16 Beam it was made from, to compare with."),
+        typer.Option("--source", help="What it was made from, to compare every value with."),
     ] = None,
     level: Annotated[
         Level,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamq.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
+from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
 from beamq.conversion import output_folder
 from beamq.conversion.engines import CpuEngines
@@ -35,7 +35,8 @@ from beamq.errors import TensorError
 from beamq.formats.layout import NVFP4_BLOCK
 from beamq.header import TensorSpec
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
-from beamq.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
+from beamq.placement import Draft
+from beamq.plan import DEFAULT_SHARD_BYTES, Work, place
 from beamq.ranks import current_ranks
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
 from beamq.shards import copy_file, write_json
@@ -43,6 +44,7 @@ from beamq.small_files import user_path
 from beamq.source_files import LocalFiles
 from beamq.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.version import __version__
+from beamq.weight_files import INDEX_NAME
 
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
 

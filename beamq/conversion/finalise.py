@@ -15,7 +15,7 @@ from typing import Any
 
 from beamq.card.front import Origin, trace_origin
 from beamq.card.page import model_card
-from beamq.checkpoint import INDEX_NAME, Checkpoint
+from beamq.checkpoint import Checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM, file_checksum, seal_of, shard_digest
 from beamq.conversion.journal import ShardRecord
 from beamq.conversion.output_folder import MANIFEST_NAME
@@ -23,6 +23,7 @@ from beamq.formats.layout import hf_quant_config, quantization_config
 from beamq.plan import Plan, Work
 from beamq.shards import copy_file, write_file, write_json
 from beamq.version import __version__
+from beamq.weight_files import INDEX_NAME
 
 MANIFEST_FORMAT = 1
 RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", "llmcompressor")

@@ -12,7 +12,6 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from beamq.checkpoint import INDEX_NAME
 from beamq.conversion.journal import LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
 from beamq.errors import DiskError, ResumeError, UsageError
 from beamq.hub.repo import hub_source
@@ -21,6 +20,7 @@ from beamq.shards import PARTIAL, disk_errors, make_folder, sync_folder
 from beamq.sizes import show_bytes
 from beamq.small_files import user_path
 from beamq.source_files import WEIGHT_SUFFIXES
+from beamq.weight_files import INDEX_NAME
 
 MANIFEST_NAME = "beamq.json"
 BESIDE_NBYTES = 65_536  # configs, card

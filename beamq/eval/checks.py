@@ -16,6 +16,7 @@ from beamq.errors import printable
 Status = Literal["pass", "fail", "skip"]
 Level = Literal["structure", "tensors", "source", "forward"]
 
+PLAIN_FORMATS = ("bf16", "fp16", "fp32")
 SHOWN = 5  # places named for each failed check; the count is always complete
 
 CHECKS: dict[str, tuple[Level, str]] = {
@@ -59,7 +60,7 @@ CHECKS: dict[str, tuple[Level, str]] = {
     "source.files": ("source", "tokenizer, templates and other files are the source's"),
     "source.accounted": ("source", "every source tensor is stored here or was dropped on purpose"),
     "source.router": ("source", "router and correction bias are bit-identical to the source"),
-    "source.copied": ("source", "what is not quantized equals the source, to the bit"),
+    "source.copied": ("source", "all else equals the source (or what it decodes to), to the bit"),
     "source.bound": ("source", "every quantized element is the nearest that its recipe allows"),
     "forward.runs": ("forward", "the model runs beside its source, and all logits are finite"),
     "forward.kld": ("forward", "mean KL divergence from the source is within the recipe's bound"),
@@ -68,6 +69,27 @@ CHECKS: dict[str, tuple[Level, str]] = {
     "forward.weights": ("forward", "every linear decodes to the source's within the bound"),
     "forward.unquantized": ("forward", "norms, routers, embeddings and head act as the source's"),
 }
+# What has no meaning where nothing is quantized.
+NEEDS_QUANTIZED = (
+    "config.declared",
+    "config.fields",
+    "config.ignore",
+    "config.agreement",
+    "config.schema",
+    "scales.global",
+    "scales.shared",
+    "scales.input",
+    "scales.input-shared",
+    "engine.vllm",
+    "engine.vllm-wide",
+    "engine.sglang",
+    "engine.transformers",
+    "values.block-scales",
+    "values.row-scales",
+    "values.codes",
+    "values.second-opinion",
+    "source.bound",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +134,11 @@ class VerifyReport:
     def ok(self) -> bool:
         """Whether no check failed."""
         return not self.failures
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is quantized, so that only structure and bytes could be checked."""
+        return self.format in PLAIN_FORMATS
 
     @property
     def failures(self) -> tuple[CheckResult, ...]:

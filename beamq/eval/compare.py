@@ -4,7 +4,8 @@ In: a source, candidates made from it, and text (or the default one). Out: a `Co
 
 The default text is the half of the standard library's sources that default calibration does not
 use; that a candidate was not calibrated on what it is judged by is checked by digest where
-beamq.json tells what it was calibrated on.
+beamq.json tells what it was calibrated on. Its tensors are held against the checksums there as they
+are read: figures of a damaged copy would say nothing of the checkpoint.
 
 Defaults by device: 64 rows of 2,048 tokens in BF16 on a GPU with its own FP8 and FP4 GEMMs, as
 served; 16 of 512 in FP32 on a CPU by the exact emulation, where no rounding of activations is part
@@ -26,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from beamq.calib.options import DTYPES
-from beamq.checkpoint import MAX_INDEX_BYTES, Checkpoint, open_checkpoint
+from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
 from beamq.errors import CheckpointError, UsageError
 from beamq.eval.bounds import limits_for
@@ -35,11 +36,13 @@ from beamq.eval.evaluation_text import Text, given_text, overlap_notes, read_tex
 from beamq.eval.folder import MANIFEST_NAME
 from beamq.eval.footprint import Footprint, footprint, newly_fitting, stored_units
 from beamq.eval.inspect import Inspection, inspect_checkpoint
+from beamq.eval.read_sums import ReadSums, changed_files
 from beamq.eval.streams import Findings, StreamOptions, run_side_by_side
-from beamq.eval.verdict import judge
+from beamq.eval.verdict import judge, listed
 from beamq.model.linear import gemm_backend
 from beamq.model.logits import usable_device
 from beamq.version import __version__
+from beamq.weight_files import MAX_INDEX_BYTES
 
 DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
@@ -76,9 +79,9 @@ def compare(
     `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
     place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
     `gemm` the back end (see `model.linear.gemm_backend`). `progress` is called with bytes of
-    weights done and in all. Raises `UsageError` for options that do not fit, `ConfigError` for a
-    candidate that is another model, `CalibrationError` for data, and what reading checkpoints
-    raises.
+    weights done and in all. A candidate whose bytes are not those in its beamq.json is judged not
+    safe. Raises `UsageError` for options that do not fit, `ConfigError` for a candidate that is
+    another model, `CalibrationError` for data, and what reading checkpoints raises.
     """
     begun = time.monotonic()
     if not checkpoints:
@@ -93,16 +96,18 @@ def compare(
             text = read_text(base.checkpoint, data, size, seed)
         else:
             text = given_text(input_ids)
+        sums = [ReadSums(other.manifest) for other in others]
         found = run_side_by_side(
             base.checkpoint,
             [other.checkpoint for other in others],
             text.ids_BT,
             options,
+            sums=sums,
             progress=progress,
         )
         candidates = [
-            _candidate(base, other, findings, text)
-            for other, findings in zip(others, found, strict=True)
+            _candidate(base, other, findings, text, each.fault)
+            for other, findings, each in zip(others, found, sums, strict=True)
         ]
     return Comparison(
         source=base.member,
@@ -190,7 +195,9 @@ def _manifest(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     return read_json_object(checkpoint.source.path(MANIFEST_NAME), CheckpointError, MAX_INDEX_BYTES)
 
 
-def _candidate(base: _Opened, other: _Opened, findings: Findings, text: Text) -> Candidate:
+def _candidate(
+    base: _Opened, other: _Opened, findings: Findings, text: Text, unchecked: str | None
+) -> Candidate:
     limits = limits_for(other.manifest, *stored_units(other.checkpoint))
     config = BeamConfig.from_dict(base.checkpoint.config)
     kinds = tuple(
@@ -208,18 +215,24 @@ def _candidate(base: _Opened, other: _Opened, findings: Findings, text: Text) ->
         damage=damage,
         weights=findings.weights,
         changed=findings.changed,
+        damaged=findings.damaged,
         newly_fits=fits,
         limits=limits,
         verdict=judge(findings, limits, damage, base.footprint, other.footprint, fits),
-        notes=tuple(_notes(base, other, text)),
+        notes=tuple(_notes(base, other, text, unchecked)),
     )
 
 
 # --- what to know beside the figures --------------------------------------------------------
 
 
-def _notes(base: _Opened, other: _Opened, text: Text) -> list[str]:
+def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> list[str]:
     notes = [*overlap_notes(other.manifest, text.record)]
+    if unchecked is not None:
+        notes.append(f"its bytes were not held against beamq.json: {unchecked}")
+    changed = changed_files(other.checkpoint, other.manifest)
+    if changed:
+        notes.append(f"{listed(changed)} changed since beamq.json was written")
     scales = other.member.input_scales
     if scales and scales.startswith("not calibrated"):
         notes.append(scales)

@@ -80,6 +80,7 @@ class Candidate:
     damage: tuple[LayerDamage, ...]
     weights: tuple[WeightError, ...]
     changed: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
     newly_fits: tuple[Fitting, ...]
     limits: Limits
     verdict: Verdict
@@ -168,6 +169,7 @@ def _candidate(found: Candidate) -> dict[str, Any]:
         ],
         "linears": [asdict(weight) for weight in found.weights],
         "not_the_sources": list(found.changed),
+        "damaged": list(found.damaged),
         "newly_fits": [asdict(fitting) for fitting in found.newly_fits],
         "notes": list(found.notes),
     }

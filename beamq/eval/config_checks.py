@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from beamq.eval.checks import Ledger
+from beamq.eval.checks import NEEDS_QUANTIZED, Ledger
 from beamq.eval.declared import FP8_ACTIVATIONS, FP8_WEIGHTS, TRANSFORMERS
 from beamq.eval.engines import mismatches, simulate
 from beamq.eval.folder import HF_QUANT_NAME, Folder
@@ -24,13 +24,21 @@ from beamq.formats.layout import NVFP4_BLOCK
 NVFP4 = "nvfp4"
 FP8 = "fp8"
 UNDECLARED = "undeclared"
+PLAIN = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by config.json's dtype
 
 _FOUR_BITS = {"num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK, "dynamic": False}
 _KV_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
 
 
 def declared_format(folder: Folder, ledger: Ledger) -> str:
-    """`nvfp4` or `fp8` as the config files say; `undeclared` with a fault otherwise."""
+    """`nvfp4` or `fp8` as the config files say, `bf16` and the like where nothing is quantized.
+
+    `undeclared`, with a fault, otherwise.
+    """
+    if folder.plain:
+        for name in NEEDS_QUANTIZED:
+            ledger.skip(name, "not quantized")
+        return PLAIN.get(str(plain_dtype(folder)), "bf16")
     ledger.examined("config.declared", 1, "formats")
     block = folder.block
     nested = (folder.hf_quant_config or {}).get("quantization")
@@ -59,10 +67,19 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
     return NVFP4 if method.startswith("modelopt") else FP8 if method else UNDECLARED
 
 
+def plain_dtype(folder: Folder) -> Any:
+    """The dtype of config.json, by its name of today or by the older one."""
+    return folder.raw_config.get("dtype", folder.raw_config.get("torch_dtype"))
+
+
 def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
     """Everything under `config.*` but the declaration itself."""
     ledger.examined("config.dtype", 1, "keys")
-    if folder.raw_config.get("dtype") != "bfloat16":
+    if folder.plain and folder.manifest is None:
+        said = plain_dtype(folder)
+        if said not in PLAIN:
+            ledger.fault("config.dtype", "config.json", f"dtype is {said!r}, expected a float")
+    elif folder.raw_config.get("dtype") != "bfloat16":
         said = folder.raw_config.get("dtype")
         ledger.fault("config.dtype", "config.json", f"dtype is {said!r}, expected 'bfloat16'")
     if fmt == NVFP4:
@@ -70,7 +87,7 @@ def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
         ledger.skip("config.schema", "ModelOpt has no schema class; config.fields covers it")
     elif fmt == FP8:
         _check_fp8(folder, ledger)
-    else:
+    elif fmt == UNDECLARED:
         for name in ("config.fields", "config.agreement", "config.schema"):
             ledger.skip(name, "no format is declared")
 

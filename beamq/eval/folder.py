@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, safe_file_name
 from beamq.checksum import is_digest
 from beamq.config import BeamConfig, read_config, read_json_object
 from beamq.errors import CheckpointError
 from beamq.eval.checks import Ledger, few
 from beamq.header import TensorSpec
 from beamq.source_files import LocalFiles, SourceFiles
+from beamq.sources import is_quantized
+from beamq.weight_files import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, safe_file_name
 
 HF_QUANT_NAME = "hf_quant_config.json"
 MANIFEST_NAME = "beamq.json"
@@ -32,7 +33,10 @@ SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folder:
-    """What could be read. `shards` maps a file to its tensors in file order."""
+    """What could be read. `shards` maps a file to its tensors in file order.
+
+    `plain` means that neither a config nor a tensor says that anything is quantized.
+    """
 
     root: Path
     raw_config: dict[str, Any]
@@ -43,6 +47,7 @@ class Folder:
     shards: dict[str, tuple[TensorSpec, ...]] = field(repr=False)
     tensors: dict[str, TensorSpec] = field(repr=False)
     metadata: dict[str, dict[str, str]] = field(repr=False)
+    plain: bool
 
     @property
     def block(self) -> dict[str, Any] | None:
@@ -68,21 +73,33 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
                     "files.index", spec.name, f"in {tensors[spec.name].file} and {spec.file}"
                 )
             tensors[spec.name] = spec
+    hf_quant_config = optional_json(root / HF_QUANT_NAME, "config.agreement", ledger)
     folder = Folder(
         root=root,
         raw_config=raw_config,
         config=config,
-        hf_quant_config=optional_json(root / HF_QUANT_NAME, "config.agreement", ledger),
+        hf_quant_config=hf_quant_config,
         manifest=optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_INDEX_BYTES),
         index=index,
         shards=shards,
         tensors=tensors,
         metadata=metadata,
+        plain=_is_plain(raw_config, hf_quant_config, tensors),
     )
     _check_index(folder, ledger)
     _check_names(folder, ledger)
     _check_manifest(folder, ledger)
     return folder
+
+
+def _is_plain(
+    raw_config: dict[str, Any],
+    hf_quant_config: dict[str, Any] | None,
+    tensors: dict[str, TensorSpec],
+) -> bool:
+    if raw_config.get("quantization_config") is not None or hf_quant_config is not None:
+        return False
+    return bool(tensors) and not any(is_quantized(spec) for spec in tensors.values())
 
 
 def optional_json(
@@ -198,6 +215,9 @@ def _indexed(index: dict[str, Any]) -> list[str]:
 def _check_manifest(folder: Folder, ledger: Ledger) -> None:
     """beamq.json must list these shards, sizes and tensors, each with a checksum."""
     name = "manifest.present"
+    if folder.manifest is None and folder.plain:
+        ledger.skip(name, "not quantized, and no beamq.json: not made by beamq")
+        return
     if folder.manifest is None:
         ledger.fault(name, MANIFEST_NAME, "missing: the conversion did not end, or it was lost")
         return

@@ -14,16 +14,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from beamq.checkpoint import INDEX_NAME, MAX_INDEX_BYTES, open_files
+from beamq.checkpoint import open_files
 from beamq.config import MAX_CONFIG_BYTES, BeamConfig, read_json_object
 from beamq.errors import ConfigError
 from beamq.eval.checks import Ledger
 from beamq.eval.folder import HF_QUANT_NAME, MANIFEST_NAME, optional_json, read_shards
 from beamq.eval.oddities import claim_notes, file_notes, is_scale, role_of, tensor_notes
 from beamq.eval.structure import CODE_DTYPES
+from beamq.eval.unfinished import refuse_unfinished
 from beamq.header import TensorSpec
+from beamq.hub.repo import hub_source
 from beamq.roles import Role
+from beamq.small_files import user_path
 from beamq.source_files import SourceFiles
+from beamq.weight_files import INDEX_NAME, MAX_INDEX_BYTES
 
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
@@ -84,8 +88,11 @@ class Inspection:
 def inspect_checkpoint(checkpoint: str | Path) -> Inspection:
     """Look at a folder, or at a repository on the Hub, of which only headers are read.
 
-    Raises `CheckpointError` (no folder), `ConfigError` (no config.json), `HubError`.
+    Raises `CheckpointError` (no folder, a conversion that has not ended), `ConfigError` (no
+    config.json), `HubError`.
     """
+    if hub_source(checkpoint) is None:
+        refuse_unfinished(user_path(checkpoint))
     with closing(open_files(checkpoint)) as files:
         return _inspect(str(checkpoint), files)
 

@@ -15,10 +15,13 @@ from typing import Any
 
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
+from beamq.errors import UsageError
 from beamq.eval.checks import Ledger
+from beamq.eval.decoded import Decoded
 from beamq.eval.folder import Folder
 from beamq.eval.structure import Inventory
-from beamq.sources import SourceRange, companion_files, map_sources
+from beamq.header import TensorSpec
+from beamq.sources import SourceRange, companion_files, map_sources, restored_name
 
 OWN_KEYS = ("quantization_config", "dtype", "torch_dtype")  # config keys a conversion may change
 CHUNK = 1 << 20
@@ -32,19 +35,49 @@ def trace_source(
     Raises `TensorError`, `AlreadyQuantizedError` or `ConfigError` for a source that is no
     high-precision Beam.
     """
-    config = BeamConfig.from_dict(source.config)
-    mapping = map_sources(source, config)
+    mapping = map_sources(source, BeamConfig.from_dict(source.config))
     _check_config(folder.raw_config, source.config, ledger)
-    _check_files(folder, source, ledger)
+    _check_files(folder, source, _targets(source), ledger)
     ranges = {role.name: found for role, found in mapping.found}
     for spec in mapping.extra:
-        ranges[spec.name] = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+        ranges[spec.name] = _whole(spec)
+    _check_accounted(inventory, ranges, len(mapping.dropped), ledger)
+    return ranges
+
+
+def trace_decoded(
+    folder: Folder, inventory: Inventory, source: Decoded, ledger: Ledger
+) -> dict[str, SourceRange]:
+    """The same for a folder that was dequantized: the values that its quantized source decodes to.
+
+    Raises `UsageError` for a source that is not quantized.
+    """
+    checkpoint = source.checkpoint
+    if not source.quantized:
+        raise UsageError(
+            f"--source {checkpoint.name} is not quantized, and {folder.root} is not either; give"
+            " the quantized folder that it was decoded from, or leave out --source"
+        )
+    _check_config(folder.raw_config, checkpoint.config, ledger)
+    _check_files(folder, checkpoint, _restored(checkpoint), ledger)
+    ranges = {name: _whole(spec) for name, spec in source.tensors.items()}
+    _check_accounted(inventory, ranges, 0, ledger)
+    return ranges
+
+
+def _whole(spec: TensorSpec) -> SourceRange:
+    return SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+
+
+def _check_accounted(
+    inventory: Inventory, ranges: Mapping[str, SourceRange], dropped: int, ledger: Ledger
+) -> None:
     stored: dict[str, tuple[int, ...]] = {
         linear.role.name: linear.shape for linear in inventory.linears if linear.parts
     }
     for spec in [spec for _, spec in inventory.precise] + inventory.unknown:
         stored[spec.name] = spec.shape
-    ledger.examined("source.accounted", len(ranges) + len(mapping.dropped), "source tensors")
+    ledger.examined("source.accounted", len(ranges) + dropped, "source tensors")
     for name, found in ranges.items():
         if name not in stored:
             ledger.fault("source.accounted", name, "is in the source, but not here")
@@ -57,7 +90,6 @@ def trace_source(
     for name in stored:
         if name not in ranges:
             ledger.fault("source.accounted", name, "is here, but not in the source")
-    return ranges
 
 
 def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Ledger) -> None:
@@ -72,17 +104,29 @@ def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Le
             )
 
 
-def _check_files(folder: Folder, source: Checkpoint, ledger: Ledger) -> None:
+def _targets(source: Checkpoint) -> dict[str, str]:
+    """What became of each file that travels with the weights: its name there -> here."""
+    return {each.source: each.target for each in companion_files(source.source)}
+
+
+def _restored(source: Checkpoint) -> dict[str, str]:
+    """The same for decoding, which gives cards their old names back and drops the newest."""
+    found = {each.source: restored_name(each) for each in companion_files(source.source)}
+    return {name: target for name, target in found.items() if target is not None}
+
+
+def _check_files(
+    folder: Folder, source: Checkpoint, targets: Mapping[str, str], ledger: Ledger
+) -> None:
     """Tokenizer, templates and the like must be the source's, bit for bit."""
-    companions = companion_files(source.source)
-    ledger.examined("source.files", len(companions), "files")
-    for companion in companions:
-        target = folder.root / companion.target
+    ledger.examined("source.files", len(targets), "files")
+    for name, here in targets.items():
+        target = folder.root / here
         if not target.is_file():
-            ledger.fault("source.files", companion.target, "is missing; the source has it")
-        elif not _same_bytes(source.source.path(companion.source), target):
-            ledger.fault("source.files", companion.target, "differs from the source's")
-    if not companions:
+            ledger.fault("source.files", here, "is missing; the source has it")
+        elif not _same_bytes(source.source.path(name), target):
+            ledger.fault("source.files", here, "differs from the source's")
+    if not targets:
         ledger.skip("source.files", "the source has no other files")
 
 

@@ -19,7 +19,7 @@ from beamq.small_files import user_path
 
 
 def check_report_folder(folder: str | Path) -> None:
-    """Raise `DiskError` where a report could not be written, before hours of work. Makes nothing."""
+    """Raise `DiskError` where a report could not be written, before the work. Makes nothing."""
     target = user_path(folder)
     place = target.absolute()
     while not place.exists():

@@ -30,7 +30,7 @@ from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.calib.options import DTYPES
-from beamq.checkpoint import MAX_INDEX_BYTES, Checkpoint, open_checkpoint
+from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
 from beamq.errors import CheckpointError, UsageError
 from beamq.eval.divergence import CHUNK_ELEMENTS, TokenScores, score_base
@@ -49,6 +49,7 @@ from beamq.model.load import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed, usable_device
 from beamq.roles import QUANTIZABLE, Role
 from beamq.version import __version__
+from beamq.weight_files import MAX_INDEX_BYTES
 
 DEFAULT_SIZE = {"cuda": (8, 1024), "cpu": (8, 256)}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}

@@ -40,9 +40,11 @@ from beamq.eval.layer_error import (
     layer_error,
     router_agreement,
 )
+from beamq.eval.read_sums import ReadSums
 from beamq.eval.weight_error import WeightError, changed_tensors, weight_errors
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import Head, LayerWeights, head_logits
+from beamq.model.fill import Tap
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.linear import Gemm, ReferenceGemm
 from beamq.model.load import LayerLoader
@@ -84,6 +86,7 @@ class Findings:
 
     `activations_kld` is the mean KL with exact weights and served activations; None where none are
     quantized. `kld_ratio` is the mean KL over the first candidate's, paired; None for that one.
+    `damaged` are tensors whose bytes are not those that its beamq.json records.
     """
 
     divergence: Divergence
@@ -92,6 +95,7 @@ class Findings:
     layers: tuple[LayerError, ...]
     weights: tuple[WeightError, ...]
     changed: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,18 +130,21 @@ def run_side_by_side(
     ids_BT: NDArray[int64],
     options: StreamOptions,
     *,
+    sums: Sequence[ReadSums] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Findings]:
     """Findings for each candidate. Rows of `ids_BT` are whole sequences.
 
-    `progress` is called with bytes of weights that were run and that will be in all. Raises
+    `sums`, one for each candidate, look at every tensor that is read. `progress` is called with
+    bytes of weights that were run and that will be in all. Raises
     `ConfigError` for a candidate that is another model, and what loading raises.
     """
     checkpoints = [source, *candidates]
     configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
     for checkpoint, config in zip(candidates, configs[1:], strict=True):
         expect_alike(configs[0], config, checkpoint.name)
-    with _loaders(checkpoints, configs, options) as loaders:
+    taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
+    with _loaders(checkpoints, configs, options, taps) as loaders:
         run = _SideBySide(loaders, ids_BT, options)
         run.layers(progress)
         run.heads()
@@ -145,18 +152,23 @@ def run_side_by_side(
     for candidate, findings in zip(run.candidates[1:], found[1:], strict=True):
         first = run.candidates[0].scores
         findings.kld_ratio = ratio_of_means(candidate.scores.kld_T, first.kld_T)
+    for findings, each in zip(found, sums, strict=False):  # there may be none
+        findings.damaged = each.damaged
     return found
 
 
 @contextmanager
 def _loaders(
-    checkpoints: Sequence[Checkpoint], configs: Sequence[BeamConfig], options: StreamOptions
+    checkpoints: Sequence[Checkpoint],
+    configs: Sequence[BeamConfig],
+    options: StreamOptions,
+    taps: Sequence[Tap | None],
 ) -> Iterator[list[LayerLoader]]:
     loaders: list[LayerLoader] = []
     try:
-        for checkpoint, config in zip(checkpoints, configs, strict=True):
+        for checkpoint, config, tap in zip(checkpoints, configs, taps, strict=True):
             loaders.append(
-                LayerLoader(checkpoint, config, dtype=options.dtype, device=options.device)
+                LayerLoader(checkpoint, config, dtype=options.dtype, device=options.device, tap=tap)
             )
         yield loaders
     finally:

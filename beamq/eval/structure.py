@@ -21,8 +21,19 @@ from beamq.eval.config_checks import FP8, NVFP4
 from beamq.eval.folder import Folder
 from beamq.formats.layout import quantized_tensors
 from beamq.header import TensorSpec
-from beamq.roles import PRECISE_FP32, QUANTIZABLE, Role, TensorRole, expected_tensors, fused_group
+from beamq.roles import (
+    PRECISE_FP32,
+    QUANTIZABLE,
+    Role,
+    TensorRole,
+    classify,
+    expected_tensors,
+    fused_group,
+    packed_shape,
+)
+from beamq.sources import packed_part
 
+_FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by format of the folder
 CODE_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2")
 SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
 SMALLEST_NORMAL = 2.0**-126
@@ -82,12 +93,16 @@ def take_inventory(folder: Folder, fmt: str, ledger: Ledger) -> Inventory:
     """Sort every stored tensor and file what is missing, unknown, mis-shaped or mis-typed."""
     inventory = Inventory()
     left = dict(folder.tensors)
+    precise = _FLOATS.get(fmt, "BF16") if folder.manifest is None else "BF16"
+    packed = _packed(folder, left, precise, inventory, ledger) if folder.plain else frozenset()
     for name in ("tensors.known", "tensors.shape", "tensors.dtype"):
         ledger.examined(name, len(left), "tensors")
     for role, shape in expected_tensors(folder.config):
         ledger.examined("tensors.present", 1, "expected tensors")
+        if role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
+            continue
         if role.role in QUANTIZABLE:
-            inventory.linears.append(_linear(role, shape, left, fmt, ledger))
+            inventory.linears.append(_linear(role, shape, left, fmt, precise, ledger))
             continue
         spec = left.pop(role.name, None)
         if spec is None:
@@ -95,12 +110,34 @@ def take_inventory(folder: Folder, fmt: str, ledger: Ledger) -> Inventory:
             continue
         inventory.precise.append((role, spec))
         _check_shape(spec, shape, ledger)
-        _check_precise_dtype(role, spec, ledger)
+        _check_precise_dtype(role, spec, precise, ledger)
     inventory.unknown = list(left.values())
     for spec in inventory.unknown:
         _unknown(spec, ledger)
-    _check_experts(inventory.linears, ledger)
+    if not packed:
+        _check_experts(inventory.linears, ledger)
     return inventory
+
+
+def _packed(
+    folder: Folder,
+    left: dict[str, TensorSpec],
+    precise: str,
+    inventory: Inventory,
+    ledger: Ledger,
+) -> frozenset[tuple[int | None, str]]:
+    """(layer, part) of experts that are stored packed, which only an unquantized Beam may do."""
+    found = set()
+    for spec in [spec for spec in left.values() if ".mlp.experts." in spec.name]:
+        role = classify(spec.name)
+        if role.packed is None or role.layer not in folder.config.sparse_layers:
+            continue
+        _check_shape(spec, packed_shape(folder.config, role.packed), ledger)
+        _check_dtype(spec, precise, ledger)
+        ledger.examined("tensors.experts", 1, "packed tensors")
+        inventory.precise.append((role, left.pop(spec.name)))
+        found.add((role.layer, role.packed))
+    return frozenset(found)
 
 
 def _linear(
@@ -108,6 +145,7 @@ def _linear(
     shape: tuple[int, ...],
     left: dict[str, TensorSpec],
     fmt: str,
+    precise: str,
     ledger: Ledger,
 ) -> Linear:
     """Collect one linear's tensors out of `left`, and check them against its format."""
@@ -124,7 +162,7 @@ def _linear(
             ledger.fault("tensors.present", role.name, "is missing")
             return linear
         _check_shape(parts["weight"], shape, ledger)
-        _check_dtype(parts["weight"], "BF16", ledger)
+        _check_dtype(parts["weight"], precise, ledger)
         return linear
     # Without a declaration the tensors themselves tell the format.
     own = fmt if fmt in (NVFP4, FP8) else linear.format
@@ -150,7 +188,7 @@ def _check_dtype(spec: TensorSpec, wanted: str, ledger: Ledger) -> None:
         ledger.fault("tensors.dtype", spec.name, f"is {spec.dtype}, expected {wanted}")
 
 
-def _check_precise_dtype(role: TensorRole, spec: TensorSpec, ledger: Ledger) -> None:
+def _check_precise_dtype(role: TensorRole, spec: TensorSpec, precise: str, ledger: Ledger) -> None:
     if role.role in PRECISE_FP32:
         ledger.examined("tensors.router", 1, "tensors")
         if spec.dtype != "F32":
@@ -158,11 +196,11 @@ def _check_precise_dtype(role: TensorRole, spec: TensorSpec, ledger: Ledger) -> 
     elif role.role in (Role.HEAD, Role.EMBEDDING):
         ledger.examined("tensors.head", 1, "tensors")
         if spec.dtype in CODE_DTYPES:
-            ledger.fault("tensors.head", spec.name, f"is {spec.dtype}, expected BF16")
+            ledger.fault("tensors.head", spec.name, f"is {spec.dtype}, expected {precise}")
         else:
-            _check_dtype(spec, "BF16", ledger)
+            _check_dtype(spec, precise, ledger)
     else:
-        _check_dtype(spec, "BF16", ledger)
+        _check_dtype(spec, precise, ledger)
 
 
 def _unknown(spec: TensorSpec, ledger: Ledger) -> None:

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,13 +35,20 @@ PIECE_BYTES = 1 << 20
 LARGEST_GLOBAL = 2.0**117  # beyond it, a code times both scales leaves FP32
 
 
+class Readable(Protocol):
+    """What values are read from: a checkpoint, or what one decodes to."""
+
+    def read_into(self, spec: TensorSpec, out: memoryview, start: int = 0) -> None:
+        """Fill `out` with a tensor's bytes from `start`."""
+
+
 class Examiner:
     """Examines items; one per pass, shared by its threads (buffers are per thread)."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        source: Checkpoint | None,
+        source: Readable | None,
         checksums: Mapping[str, str],
         algorithm: str,
         manifest: Mapping[str, Any] | None = None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from beamq.eval.bounds import Breach, Limits, breaches, parting_layer
+from beamq.eval.checks import few
 from beamq.eval.comparison import LayerDamage, Verdict
 from beamq.eval.divergence import Divergence
 from beamq.eval.estimates import Estimate
@@ -45,9 +46,13 @@ def judge(
     ]
     safe = _safe(seen, limits, broken)
     parting = parting_layer(findings, broken) if broken else None
+    headline = _headline(safe, seen, broken, parting)
+    if findings.damaged:
+        safe, headline = False, _damage(findings.damaged)
+        parts.insert(0, "All figures are those of a damaged copy.")
     return Verdict(
         safe=safe,
-        headline=_headline(safe, seen, broken, parting),
+        headline=headline,
         text=" ".join(part for part in parts if part),
         breaches=broken,
         parting_layer=parting,
@@ -73,6 +78,14 @@ def _headline(
     if safe is None:
         return "Not judged: nothing is quantized here, so no recipe's bounds apply."
     return "Safe to serve: every figure is within the bounds of its recipe."
+
+
+def _damage(names: Sequence[str]) -> str:
+    plural = "s are" if len(names) > 1 else " is"
+    return (
+        f"Not safe to serve: {len(names)} tensor{plural} not what beamq.json records"
+        f" ({few(names)}); `beamq verify` tells more."
+    )
 
 
 def _accuracy(seen: Divergence, limits: Limits) -> str:

@@ -32,13 +32,15 @@ from beamq.eval.config_checks import (
     check_ignore_covers,
     declared_format,
 )
-from beamq.eval.folder import Folder, listed_shards, read_folder
+from beamq.eval.decoded import Decoded
+from beamq.eval.folder import MANIFEST_NAME, Folder, listed_shards, read_folder
 from beamq.eval.items import Item, Outcome, Sums, plan_items
-from beamq.eval.origin import trace_source
+from beamq.eval.origin import trace_decoded, trace_source
 from beamq.eval.second_opinion import ask_second_opinion
-from beamq.eval.structure import check_scalars, take_inventory
+from beamq.eval.structure import Inventory, check_scalars, take_inventory
 from beamq.eval.sums import check_files, check_sums, read_head
-from beamq.eval.tensors import Examiner, examine_all
+from beamq.eval.tensors import Examiner, Readable, examine_all
+from beamq.eval.unfinished import refuse_unfinished
 from beamq.small_files import user_path
 from beamq.sources import SourceRange
 
@@ -73,8 +75,10 @@ def verify(
     Level `quick` compares every byte with its checksum in beamq.json and looks at nothing else.
     `progress` is called in this thread with bytes done and bytes in all. `sample` linears are
     decoded a second time by Model-Optimizer or compressed-tensors; 0 leaves that out.
-    Raises `CheckpointError` or `ConfigError` when `checkpoint` is no Beam folder, and what
-    `open_checkpoint` and `map_sources` raise for `source`.
+    A Beam that is not quantized is checked as what it is: its structure, checksums where it has a
+    beamq.json, and against the quantized folder it was decoded from, if that is `source`.
+    Raises `CheckpointError` or `ConfigError` when `checkpoint` is no Beam folder or its conversion
+    has not ended, and what `open_checkpoint` and `map_sources` raise for `source`.
     """
     if level not in LEVELS:
         raise UsageError(f"level is {level!r}, expected one of {', '.join(LEVELS)}")
@@ -84,15 +88,23 @@ def verify(
         raise UsageError("level forward runs the checkpoint beside its source; give --source")
     started = time.monotonic()
     ledger = Ledger()
-    folder = read_folder(user_path(checkpoint), ledger)
+    root = user_path(checkpoint)
+    refuse_unfinished(root)
+    folder = read_folder(root, ledger)
     if level == "quick":
         return _quick(str(checkpoint), folder, ledger, started, workers, progress)
+    if level == "forward" and folder.plain:
+        raise UsageError(
+            f"{checkpoint} is not quantized, so level forward has no bounds to hold it to; `beamq"
+            " compare` measures how it differs from another"
+        )
     fmt = declared_format(folder, ledger)
     check_config(folder, fmt, ledger)
     inventory = take_inventory(folder, fmt, ledger)
-    stored = inventory.stored()
-    check_ignore_covers(folder, fmt, stored, ledger)
-    check_engines(folder, stored, ledger)
+    if not folder.plain:
+        stored = inventory.stored()
+        check_ignore_covers(folder, fmt, stored, ledger)
+        check_engines(folder, stored, ledger)
     nbytes = 0
     errors: list[RoleError] = []
     listed: Listing = (None, DEFAULT_ALGORITHM)
@@ -100,17 +112,18 @@ def verify(
         listed = _listed_sums(folder, ledger)
     with ExitStack() as stack:
         origin: Checkpoint | None = None
+        values: Readable | None = None
         ranges: dict[str, SourceRange] = {}
         if source is not None:
             origin = stack.enter_context(open_checkpoint(source))
-            ranges = trace_source(folder, inventory, origin, ledger)
+            values, ranges = _trace(folder, inventory, origin, ledger)
         opened = _open(folder, ledger)
         if opened is not None:
             stack.enter_context(opened)
             check_scalars(opened, inventory, ledger)
             if level != "structure":
                 items = plan_items(inventory, ranges)
-                reader = _Reader(opened, origin, folder, listed, ledger)
+                reader = _Reader(opened, values, folder, listed, ledger)
                 nbytes, errors = reader.read(items, workers, progress)
                 linears = [item.linear for item in items if item.linear is not None]
                 ask_second_opinion(opened, linears, sample, ledger)
@@ -131,6 +144,16 @@ def verify(
     )
 
 
+def _trace(
+    folder: Folder, inventory: Inventory, origin: Checkpoint, ledger: Ledger
+) -> tuple[Readable, dict[str, SourceRange]]:
+    """Where each value of the folder lies in its source; a decoded folder's is a quantized one."""
+    if not folder.plain:
+        return origin, trace_source(folder, inventory, origin, ledger)
+    decoded = Decoded(origin)
+    return decoded, trace_decoded(folder, inventory, decoded, ledger)
+
+
 def _quick(
     name: str,
     folder: Folder,
@@ -140,6 +163,8 @@ def _quick(
     progress: Callable[[int, int], None] | None,
 ) -> VerifyReport:
     nbytes = 0
+    if folder.manifest is None and folder.plain:
+        ledger.fault("manifest.present", MANIFEST_NAME, "missing: there is nothing to compare with")
     listed, algorithm = _listed_sums(folder, ledger)
     opened = _open(folder, ledger)
     if opened is not None:
@@ -208,7 +233,7 @@ class _Reader:
     def __init__(
         self,
         opened: Checkpoint,
-        origin: Checkpoint | None,
+        origin: Readable | None,
         folder: Folder,
         listed: Listing,
         ledger: Ledger,

@@ -35,7 +35,8 @@ def hub_call(
     """Make `call`, again if it fails for a reason that may pass.
 
     `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits,
-    after `attempts` it is given up. Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
+    after `attempts` it is given up.
+    Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
     """
     wait = FIRST_WAIT
     for attempt in range(1, attempts + 1):

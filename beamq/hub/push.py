@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from beamq.checkpoint import INDEX_NAME
 from beamq.conversion.output_folder import MANIFEST_NAME
 from beamq.errors import CheckFailed, HubError, UsageError
 from beamq.eval.verify import verify
@@ -34,6 +33,7 @@ from beamq.hub.repo import parse_hub_id
 from beamq.shards import PARTIAL
 from beamq.source_files import WEIGHT_SUFFIXES
 from beamq.version import __version__
+from beamq.weight_files import INDEX_NAME
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -122,6 +122,11 @@ def push(
 
 def _require_sound(folder: Path) -> None:
     report = verify(folder, level="structure")
+    if report.check("manifest.present").status == "skip":
+        raise CheckFailed(
+            f"{folder}: not fit to publish: no {MANIFEST_NAME}, so beamq has not made it;"
+            " `hf upload` publishes any folder"
+        )
     if not report.ok:
         failed = "; ".join(f"{check.name}: {check.detail}" for check in report.failures[:2])
         more = f" and {len(report.failures) - 2} more" if len(report.failures) > 2 else ""

@@ -21,6 +21,7 @@ from beamq.errors import MemoryBudgetError
 from beamq.header import TensorSpec
 from beamq.model.activation import CHUNK_ELEMENTS
 from beamq.roles import PRECISE_FP32, Role, classify
+from beamq.sizes import show_bytes
 
 _UNITS = 2  # one in use, one read ahead
 _FP32 = 4
@@ -81,8 +82,8 @@ def experts_per_slice(
     if count < 1 or sizes.head > budget:
         least = max(budget - room + _UNITS * sizes.expert, sizes.head)
         raise MemoryBudgetError(
-            f"{budget / 1e9:.2f} GB of device memory for batches of {tokens} tokens: at least"
-            f" {least / 1e9:.2f} GB are needed; allow more, or shorten the batches"
+            f"{show_bytes(budget)} of device memory for batches of {tokens} tokens: at least"
+            f" {show_bytes(least)} are needed; allow more, or shorten the batches"
         )
     return int(count)
 

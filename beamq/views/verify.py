@@ -44,6 +44,8 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
             ),
             "",
         ]
+    if report.plain:
+        blocks.append(_plain(report))
     blocks.append(_verdict(report))
     return blocks
 
@@ -58,6 +60,15 @@ def _found(check: CheckResult) -> str:
         return check.detail
     more = ", ..." if check.count > len(check.where) else ""
     return f"{check.detail}; also {', '.join(others)}{more}"
+
+
+def _plain(report: VerifyReport) -> str:
+    """What an `ok` of a Beam that is not quantized rests on."""
+    sums = report.check("checksums.tensors").status != "skip"
+    rest = "structure and checksums" if sums else "structure"
+    if report.source is not None:
+        rest += ", and against what its source decodes to"
+    return f"Not quantized: a plain {report.format.upper()} Beam. It was checked for its {rest}."
 
 
 def _verdict(report: VerifyReport) -> str:

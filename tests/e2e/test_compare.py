@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import CompressedTensorsConfig
 
 from beamq.cli import app
+from beamq.conversion.quantize import quantize
 from beamq.errors import ConfigError, UsageError
 from beamq.eval.compare import compare
 from beamq.eval.evaluation_text import overlap_notes
@@ -27,6 +28,7 @@ from beamq.model.logits import logits
 from beamq.model.observe import Quiet
 from beamq.roles import QUANTIZABLE, Role
 from beamq.shards import write_json
+from tests.checkpoint_damage import edit_json, flip
 
 FP32 = torch.float32
 ROWS, LENGTH = 16, 512
@@ -305,3 +307,53 @@ def test_write_card(
     assert text.startswith("# Mine\n")
     assert text.count("| Mean KLD |") == 1
     assert str(tmp_path) not in text
+
+
+def converted(nano: Path, output: Path) -> Path:
+    quantize(nano, output, recipe="nvfp4", no_calibration=True)
+    return output
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.4.mlp.experts.7.up_proj.weight",
+        "model.layers.4.mlp.experts.7.up_proj.weight_scale",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.2.self_attn.gate_bias",
+        "model.layers.5.mlp.gate.weight",
+    ],
+)
+def test_a_damaged_candidate_is_not_safe_to_serve(
+    beam_nano: Path, tmp_path: Path, name: str
+) -> None:
+    """Its figures may look well: one bit of one weight hides below every bound."""
+    good, bad = converted(beam_nano, tmp_path / "good"), tmp_path / "bad"
+    shutil.copytree(good, bad)
+    flip(bad, name)
+    found = compare(beam_nano, [good, bad], input_ids=text_ids(beam_nano, 1, 64).numpy())
+    whole, damaged = found.candidates
+    assert (whole.damaged, damaged.damaged) == ((), (name,))
+    assert whole.verdict.safe
+    assert damaged.verdict.safe is False
+    assert not found.safe
+    assert "1 tensor is not what beamq.json records" in damaged.verdict.headline
+    assert name in damaged.verdict.headline
+    assert found.to_dict()["candidates"][1]["damaged"] == [name]
+
+
+def test_what_cannot_be_held_against_a_manifest_is_said(beam_nano: Path, tmp_path: Path) -> None:
+    folder = converted(beam_nano, tmp_path / "out")
+    ids = text_ids(beam_nano, 1, 64).numpy()
+    edit_json(folder / "config.json", lambda config: config.update(motto="mine"))
+    (changed,) = compare(beam_nano, [folder], input_ids=ids).candidates
+    assert "config.json changed since beamq.json was written" in changed.notes
+    assert changed.verdict.safe
+    edit_json(folder / "beamq.json", lambda manifest: manifest.update(checksum="crc"))
+    (unknown,) = compare(beam_nano, [folder], input_ids=ids).candidates
+    assert any("were not held against beamq.json" in note for note in unknown.notes)
+    (folder / "beamq.json").unlink()
+    (bare,) = compare(beam_nano, [folder], input_ids=ids).candidates
+    assert bare.damaged == ()

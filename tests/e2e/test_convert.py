@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -373,8 +374,31 @@ def test_a_small_disk_is_predicted(
 
     usage = type("Usage", (), {"free": 1_000_000})
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(DiskError, match=r"needs 0\.07 GB, the disk has 0\.00 GB free"):
-        convert(beam_nano, tmp_path / "out")
+    for options in ({}, {"resume": True}, {"dry_run": True}):
+        with pytest.raises(DiskError, match=r"needs \d\.\d\d MB, the disk has 1\.00 MB free"):
+            convert(beam_nano, tmp_path / "deep" / "out", **options)
+        assert not list(tmp_path.iterdir()), "a refused run leaves nothing"
+    monkeypatch.undo()
+    convert(beam_nano, tmp_path / "deep" / "out")
+
+
+def test_a_checkpoint_stays_where_another_has_no_room(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found here: `--overwrite` removed the old weights, then found the disk too small."""
+    from beamq.conversion import output_folder
+
+    output = convert(beam_nano, tmp_path / "out", "fp8")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    usage = SimpleNamespace(free=0)
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(DiskError, match="the disk has"):
+        convert(beam_nano, output, "fp8", overwrite=True, max_shard_bytes=1_000_000)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    usage.free = 3_000_000
+    with pytest.raises(DiskError, match="the disk has"):
+        convert(beam_nano, tmp_path / "other", "fp8")
+    convert(beam_nano, output, "fp8", overwrite=True)  # what goes makes room for it
 
 
 def test_a_memory_limit_below_one_group_is_refused(beam_nano: Path, tmp_path: Path) -> None:

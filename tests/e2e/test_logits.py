@@ -25,6 +25,7 @@ from transformers import CompressedTensorsConfig
 
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
+from beamq.errors import DeviceError, UsageError
 from beamq.formats import fp8
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.beam import decoder_layer
@@ -280,3 +281,81 @@ def test_quality_is_that_of_the_format(
     quantized = logits(path, ids, dtype=FP32, gemm=gemm).log_softmax(-1)
     kl = (base.exp() * (base - quantized)).sum(-1).mean().item()
     assert low < kl < high, f"{fmt}: mean KL {kl:.5f} nats"
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([[1, 2], [3]], "rows alike"),
+        ([["a", "b"]], "rows alike"),
+        (None, "rows alike"),
+        (
+            torch.tensor([1, 2, 3]),
+            r"shape \[3\], expected \[B, T\]; one .*input_ids\[N",
+        ),
+        (torch.ones(1, 2, 3, dtype=torch.long), r"shape \[1, 2, 3\], expected \[B, T\]"),
+        (torch.tensor(3), r"shape \[\], expected \[B, T\]"),
+        ([[]], r"shape \[1, 0\], there is no token"),
+        (torch.empty(0, 4, dtype=torch.long), "there is no token"),
+        (torch.tensor([[1.0, 2.0]]), "float32, expected integers"),
+        (torch.tensor([[True, False]]), "bool, expected integers"),
+        ([[5, 2048]], r"token id 2048 is outside the vocabulary \(0 to 2047\)"),
+        ([[-1, 5]], "token id -1 is outside"),
+    ],
+)
+def test_ids_of_another_form_are_refused_by_name(beam_nano: Path, ids: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        logits(beam_nano, ids)
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (torch.ones(3), r"attention_mask: shape \[3\], expected that of input_ids, \[1, 3\]"),
+        ([[1, 1]], r"shape \[1, 2\], expected that of input_ids, \[1, 3\]"),
+        ([[0.0, -1e9, 0.0]], "expected 1 for a token and 0 for padding"),
+        ([[1, 0, 1]], "has a hole"),
+        ("ones", "expected zeros and ones"),
+    ],
+)
+def test_masks_of_another_form_are_refused_by_name(beam_nano: Path, mask: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        logits(beam_nano, [[1, 2, 3]], attention_mask=mask)
+
+
+def test_lists_and_narrow_integers_are_ids_too(beam_nano: Path) -> None:
+    ids = token_ids(2, 9, 2048)
+    wanted = logits(beam_nano, ids)
+    assert torch.equal(logits(beam_nano, ids.tolist()), wanted)
+    assert torch.equal(logits(beam_nano, ids.to(torch.int32).numpy()), wanted)
+    mask = [[1] * 9, [0] * 4 + [1] * 5]
+    masked = logits(beam_nano, ids, attention_mask=mask)
+    assert torch.equal(masked, logits(beam_nano, ids, attention_mask=torch.tensor(mask).bool()))
+
+
+def test_it_runs_inside_inference_mode(beam_nano: Path, tmp_path: Path) -> None:
+    """Found by a newcomer: reader threads may not write to buffers made in inference mode."""
+    ids = token_ids(1, 9, 2048)
+    path = quantized_copy(beam_nano, tmp_path / "fp8", "fp8")
+    for folder in (beam_nano, path):
+        wanted = logits(folder, ids, dtype=FP32)
+        with torch.inference_mode():
+            assert torch.equal(logits(folder, ids + 0, dtype=FP32), wanted)
+        with torch.no_grad():
+            assert torch.equal(logits(folder, ids, dtype=FP32), wanted)
+
+
+@pytest.mark.parametrize("device", ["tpu", "mps", "cuda:x", "auto"])
+def test_devices_that_beam_does_not_run_on(beam_nano: Path, device: str) -> None:
+    with pytest.raises(UsageError, match="expected cpu, cuda or cuda:N"):
+        logits(beam_nano, [[1, 2]], device=device)
+
+
+def test_a_gpu_that_is_not_here(beam_nano: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="no usable NVIDIA GPU"):
+        logits(beam_nano, [[1, 2]], device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(DeviceError, match="only 2 GPUs are here"):
+        logits(beam_nano, [[1, 2]], device="cuda:2")

@@ -175,6 +175,7 @@ def test_what_is_refused_before_anything_is_sent(
     with pytest.raises(UsageError, match="expected a repository's name"):
         push(output, "beam")
     broken = Path(shutil.copytree(output, tmp_path / "broken"))
+    shutil.rmtree(broken / ".beamq")
     (broken / "beamq.json").unlink()
     with pytest.raises(CheckFailed, match=r"not fit to publish \(manifest.present"):
         push(broken, REPO)

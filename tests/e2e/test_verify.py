@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from beamq.checkpoint import INDEX_NAME
 from beamq.conversion.quantize import quantize
 from beamq.errors import (
     AlreadyQuantizedError,
@@ -31,6 +30,7 @@ from beamq.eval import second_opinion
 from beamq.eval.checks import CHECKS, VerifyReport
 from beamq.eval.verify import verify
 from beamq.recipe import BUILT_IN
+from beamq.weight_files import INDEX_NAME
 from tests import safetensors_edit
 from tests.checkpoint_damage import (
     edit_json,

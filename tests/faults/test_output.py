@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from beamq.checkpoint import INDEX_NAME
 from beamq.errors import DiskError, ResumeError
 from beamq.header import read_header
+from beamq.shards import disk_errors
+from beamq.weight_files import INDEX_NAME
 from tests.checkpoint_damage import edit_json, find, flip, rewrite
 from tests.faults.conftest import Run
 from tests.faults.craft import convert, light_verify, read_json, recipe
@@ -267,3 +270,62 @@ def test_a_shard_from_another_run_exits_1(
 
 def test_what_was_finished_passes(finished: Path, beam_nano: Path) -> None:
     assert light_verify(finished, source=beam_nano).ok
+
+
+# What to do about a failing disk -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "resumed", "anew"),
+    [
+        (errno.ENOSPC, "disk full; free space, then run again with --resume", "then run it again"),
+        (errno.EIO, "check the disk, then run again with --resume", "check the disk, then run it"),
+        (errno.EMFILE, "ulimit -n, then run again with --resume", "ulimit -n, then run it again"),
+        (errno.EFBIG, "or use a smaller --max-shard-size", "system's); raise it"),
+        (errno.ENOENT, "check the path, then run again with --resume", "path, then run it again"),
+        (errno.EACCES, "that may be written to", "that may be written to"),
+    ],
+)
+def test_only_what_can_be_resumed_is_told_to_resume(
+    tmp_path: Path, number: int, resumed: str, anew: str
+) -> None:
+    for resumable, said in ((True, resumed), (False, anew)):
+        with pytest.raises(DiskError) as raised, disk_errors(tmp_path, "x", resumable=resumable):
+            raise OSError(number, "no")
+        assert said in str(raised.value)
+        assert resumable or "--resume" not in str(raised.value)
+        assert resumable or "--max-shard-size" not in str(raised.value)
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(
+    run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    for command in ("compare", "sensitivity"):
+        arguments = [command, beam_nano, beam_nano, "--report", tmp_path / "file" / "deep"]
+        code, _, err = run(*arguments)
+        assert code == 4
+        assert "is not a folder; choose another --report" in err
+        assert err.startswith("error: "), "nothing was begun"
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    code, _, err = run("compare", beam_nano, beam_nano, "--report", tmp_path / "new")
+    assert code == 4
+    assert "may not be written to" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_is_not_told_to_resume(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = Path.mkdir
+
+    def mkdir(self: Path, *arguments: object, **options: object) -> None:
+        if self.name == "inner":
+            raise OSError(errno.EIO, "Input/output error")
+        genuine(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    with pytest.raises(DiskError, match="creating the folder failed") as raised:
+        convert(beam_nano, tmp_path / "outer" / "inner", "fp8")
+    assert "--resume" not in str(raised.value)
+    assert not list(tmp_path.iterdir()), "what was made for it went again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
@@ -11,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from beamq.conversion.journal import LOCK_NAME, OutputLock
+from beamq.conversion.journal import LOCK_NAME, OutputLock, refuse_busy
 from beamq.conversion.quantize import quantize
 from beamq.conversion.runner import Progress, predicted_host_nbytes
 from beamq.errors import Interrupted, OutputBusyError
@@ -242,12 +245,34 @@ def test_two_runs_on_one_output(beam_nano: Path, tmp_path: Path) -> None:
             [sys.executable, "-m", "beamq", *args(beam_nano, output, *more)],
             capture_output=True, text=True, timeout=60,
         )  # fmt: skip
-        assert second.returncode == (4 if more else 3), second.stderr
+        assert second.returncode == 4, second.stderr
         assert second.stderr.count("\n") == 1
-        assert "another process is writing" in second.stderr or not more
+        assert f"another process is writing here (process {first.pid} on " in second.stderr
+        assert f"since {datetime.now(UTC):%Y-%m-%d}" in second.stderr
+        assert "--overwrite" not in second.stderr, "it would spoil the first run"
     _, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     assert light_verify(output, source=beam_nano).ok
+
+
+def test_a_look_at_the_lock_hinders_nobody(tmp_path: Path) -> None:
+    refuse_busy(tmp_path)
+    assert not list(tmp_path.iterdir()), "looking creates nothing"
+    lock = OutputLock(tmp_path)
+    with pytest.raises(OutputBusyError, match=rf"process {os.getpid()} on .*, since \d{{4}}-"):
+        refuse_busy(tmp_path)
+    (tmp_path / LOCK_NAME).write_text("of an older version")
+    with pytest.raises(OutputBusyError, match="writing here; wait"):
+        refuse_busy(tmp_path)
+    lock.release()
+    refuse_busy(tmp_path)
+    (tmp_path / LOCK_NAME).touch()
+    watching = os.open(tmp_path / LOCK_NAME, os.O_RDONLY)
+    fcntl.flock(watching, fcntl.LOCK_SH)
+    timer = threading.Timer(0.01, os.close, [watching])
+    timer.start()
+    OutputLock(tmp_path).release()  # one who looks is gone in a moment
+    timer.join()
 
 
 def test_the_lock_survives_its_own_removal(tmp_path: Path) -> None:
@@ -387,4 +412,18 @@ def test_an_empty_path_is_not_this_folder(
         code, _, err = run(*arguments)
         assert code == 2
         assert "an empty path" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_calibration_refused_for_space_leaves_nothing(
+    run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from beamq.calib import state
+
+    size = ["--samples", "2", "--sequence-length", "32", "--device", "cpu"]
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr(state.shutil, "disk_usage", lambda _: usage)
+    code, _, err = run("calibrate", beam_nano, tmp_path / "deep" / "stats", *size)
+    assert code == 4
+    assert "the state of the calibration needs 32.77 kB, the disk has 1.00 kB free" in err
     assert not list(tmp_path.iterdir())

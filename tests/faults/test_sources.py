@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
-from beamq.checkpoint import INDEX_NAME, open_checkpoint
+from beamq.checkpoint import open_checkpoint
 from beamq.errors import (
     AlreadyQuantizedError,
     BeamqError,
@@ -24,6 +24,7 @@ from beamq.errors import (
     UsageError,
 )
 from beamq.plan import make_plan
+from beamq.weight_files import INDEX_NAME
 from tests.e2e.test_convert import tensors_of
 from tests.faults.conftest import Run
 from tests.faults.craft import (

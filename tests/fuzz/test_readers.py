@@ -23,7 +23,7 @@ from beamq.calib.scales import input_scales
 from beamq.calib.stats import CalibrationStats, InputStats
 from beamq.calib.stats_file import load_stats, save_stats
 from beamq.card.front import front_matter
-from beamq.checkpoint import INDEX_NAME, open_checkpoint
+from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
 from beamq.conversion.dequantize import dequantize
 from beamq.conversion.journal import Identity, Journal, ShardRecord
@@ -37,6 +37,7 @@ from beamq.plan import make_plan
 from beamq.recipe import load_recipe
 from beamq.roles import classify, expected_tensors
 from beamq.small_files import read_json_object
+from beamq.weight_files import INDEX_NAME
 from tests.crash.conftest import memory_folder  # noqa: F401
 from tests.faults.craft import light_verify, synthetic
 from tests.fuzz.mutate import Watch, encode, spoil_bytes, spoil_tree

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hub_server import client_of, hub_server
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,13 @@ from beamq.calib.data import (
 from beamq.calib.default_text import MODULES, default_text, split_modules
 from beamq.calib.sources import DataSpec, SourceLog, documents, in_pieces, parse_spec
 from beamq.calib.tokens import CheckpointTokenizer
-from beamq.errors import CalibrationError, MissingDependencyError, UsageError
+from beamq.errors import (
+    CalibrationError,
+    HubError,
+    HubUnreachableError,
+    MissingDependencyError,
+    UsageError,
+)
 
 WORDS = ["def", "return", "import", "class", "self", "value", "range", "print", "while", "other"]
 
@@ -106,6 +113,16 @@ class TestSpecs:
     def test_refused(self, text: str, message: str) -> None:
         with pytest.raises(CalibrationError, match=message):
             parse_spec(text)
+
+    def test_a_name_beside_what_is_here_is_a_path(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "data").mkdir()
+        assert parse_spec("other/corpus").kind == "hub"
+        for name in ("data/corpus", "other/corpus.json", "other/corpus.CSV", "corpus.zip:2"):
+            with pytest.raises(CalibrationError, match="no such file or folder"):
+                parse_spec(name)
 
     def test_unknown_suffix_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.docx").write_text("x")
@@ -353,9 +370,12 @@ class TestHub:
 
         fake = SimpleNamespace(load_dataset=load_dataset)
         monkeypatch.setitem(sys.modules, "datasets", fake)
-        with hub_server() as running, client_of(running, tmp_path, monkeypatch):
-            with pytest.raises(HubError, match="no such folder here and no such repository"):
-                load(["owner/none"], beam_nano)
+        with (
+            hub_server() as running,
+            client_of(running, tmp_path, monkeypatch),
+            pytest.raises(HubError, match="no such folder here and no such repository"),
+        ):
+            load(["owner/none"], beam_nano)
         with pytest.raises(HubUnreachableError, match="looking for a dataset of that name"):
             load(["owner/none"], beam_nano)
 

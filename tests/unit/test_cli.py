@@ -19,6 +19,7 @@ import pytest
 import typer
 
 import beamq
+from beamq import console
 from beamq.cli import app
 from beamq.commands import outcome
 from beamq.console import Command, Grid, Screen
@@ -183,7 +184,14 @@ def test_no_submodule_hides_a_public_name() -> None:
         (["calibrate", "NANO", "OUT", "-o", "OUT"], 2, "--output goes with --merge"),
         (["calibrate", "--merge", "NOWHERE", "NOWHERE"], 2, "--merge needs --output"),
         (["calibrate", "--merge", "NOWHERE", "NOWHERE", "-o", "OUT"], 3, "no such statistics"),
-        (["calibrate", "NANO", "OUT", "--device", "abacus"], 4, "abacus"),
+        (["calibrate", "NANO", "OUT", "--device", "abacus"], 2, "abacus"),
+        (["quantize", "NANO", "OUT", "--device", "tpu", "--dry-run"], 2, "cuda:N"),
+        (["quantize", "NANO", "OUT", "--device", "cuda:x", "-r", "fp8"], 2, "cuda:N"),
+        (["compare", "NANO", "NANO", "--device", "mps"], 2, "'mps'"),
+        (["plan", "NANO", "--kv-cache", "fp4"], 2, "--kv-cache"),
+        (["quantize", "NANO", "OUT", "--recipe", "int3", "--dry-run"], 3, "no recipe named"),
+        (["quantize", "NANO", "OUT", "--exclude", "nope", "--dry-run"], 3, "matches no module"),
+        (["quantize", "NANO", "OUT", "--recipe", "OUT.yaml"], 3, "OUT.yaml"),
         (["quantize", "NANO", "NANO", "--recipe", "fp8"], 2, "choose a folder apart"),
         (["quantize", "NANO", "OUT", "-r", "fp8", "--max-host-memory", "1kB", "--resume",
           "--overwrite"], 2, "contradict"),
@@ -216,6 +224,87 @@ def test_errors_as_json(run: Run, tmp_path: Path) -> None:
         "kind": "CheckpointError",
         "exit_code": 3,
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plan", "--colour"], "No such option: --colour"),
+        (["plan"], "Missing argument 'SOURCE'"),
+        (["plans"], "No such command 'plans'"),
+        (["plan", "x", "--context", "many"], "--context"),
+        (["verify", "x", "--level", "deep"], "'deep'"),
+    ],
+)
+def test_options_that_cannot_be_read_are_errors_like_others(
+    run: Run, arguments: list[str], says: str
+) -> None:
+    ran = run(*arguments, "--json")
+    assert ran.code == 2
+    assert ran.err.startswith("error: ")
+    assert ran.err.count("\n") == 1
+    assert says in ran.err
+    assert "--help`" in ran.err
+    assert ran.json() == {
+        "error": ran.err.removeprefix("error: ").rstrip(),
+        "kind": "UsageError",
+        "exit_code": 2,
+    }
+    assert run(*arguments).out == ""
+
+
+def test_nothing_at_all_is_answered_with_help(run: Run) -> None:
+    ran = run()
+    assert ran.code == 2
+    assert "Commands" in ran.err
+
+
+def test_a_dry_run_looks_for_the_gpu(
+    run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    ran = run("quantize", beam_nano, tmp_path / "out", "--device", "cuda", "--dry-run")
+    assert ran.code == 4
+    assert "no usable NVIDIA GPU" in ran.err
+
+
+def test_a_dry_run_tells_of_too_little_disk(
+    run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from beamq.conversion import output_folder
+
+    usage = type("Usage", (), {"free": 1_234_567})
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)
+    ran = run("quantize", beam_nano, tmp_path / "out", "--no-calibration", "--dry-run")
+    assert ran.code == 4
+    assert "(1.23 MB free here: too little)" in " ".join(ran.err.split())
+    assert ran.err.splitlines()[-1].startswith("error: ")
+    assert ran.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_in_use_is_refused_before_anything_is_said(
+    run: Run, beam_nano: Path, quantized: Path, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "letter.txt").write_text("dear")
+    for command in (
+        ["quantize", beam_nano, quantized],
+        ["quantize", beam_nano, quantized, "--dry-run"],
+        ["dequantize", quantized, full],
+    ):
+        ran = run(*command)
+        assert ran.code in (2, 3)
+        assert ran.err.startswith("error: "), "no plan, no data, no announcement"
+        assert ran.err.count("\n") == 1
+    stats = tmp_path / "stats"
+    stats.write_text("mine")
+    ran = run("calibrate", beam_nano, stats)
+    assert (ran.code, stats.read_text()) == (3, "mine")
+    assert ran.err.startswith("error: ")
 
 
 def test_debug_shows_a_traceback_and_the_line(run: Run, tmp_path: Path) -> None:
@@ -273,6 +362,11 @@ def test_plan_as_text(run: Run, beam_nano: Path) -> None:
     assert "54.3% of the weights are quantized" in ran.out
     for label in ("expert", "router-bias", "NVFP4", "H100 80 GB", "KV cache", "Converting needs"):
         assert label in ran.out
+    said = " ".join(ran.out.split())
+    assert "multiple of 64 on each GPU: 300% more than an even share on 4 GPUs." in said
+    assert "pad the width" not in run("plan", beam_nano, "--recipe", "fp8").out
+    assert re.search(r"8,192 tokens: [\d.]+ MB \([\d.]+ MiB\) in BF16, [\d.]+ MB \(", said)
+    assert "0.00 GB" not in said
     again = run("plan", beam_nano).out
     assert _without_free_space(again) == _without_free_space(ran.out)
 
@@ -303,7 +397,7 @@ def test_plan_as_json(run: Run, beam_nano: Path) -> None:
         "disk_bytes", "disk_free_bytes", "host_memory_bytes", "workers", "hub"
     }  # fmt: skip
     assert data["needs"]["hub"] is None
-    assert data["needs"]["disk_bytes"] > plan.output_nbytes
+    assert plan.output_nbytes < data["needs"]["disk_bytes"] < 1.5 * plan.output_nbytes
 
 
 def test_plan_for_one_machine(run: Run, beam_nano: Path) -> None:
@@ -536,7 +630,66 @@ def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.err == ""
     assert json.loads(captured.out) == {"a": None, "b": [1.5]}
     with screen.progress("working") as advance:
-        assert advance is None  # no terminal, no bar
+        assert advance is not None
+        advance(1, 2)
+    assert capsys.readouterr().err == "", "nothing to say so soon"
+
+
+def test_a_log_shows_life(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no bar can be drawn: a line every half minute, none with --quiet or on other ranks."""
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with Screen(as_json=True).progress("converting") as advance:
+        assert advance is not None
+        for now in (0.0, 10.0, 29.0, 31.0, 40.0, 59.0, 65.0):
+            advance(round(now * 1e9), 100_000_000_000)
+    assert capsys.readouterr().err.splitlines() == [
+        "converting: 31% (31.00 GB of 100.00 GB) after 31.0 s",
+        "converting: 65% (65.00 GB of 100.00 GB) after 65.0 s",
+    ]
+    with Screen(quiet=True).progress("converting") as advance:
+        assert advance is None
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with Screen().progress("converting") as advance:
+        assert advance is None
+
+
+def test_a_log_that_is_full_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        name = "<full>"
+
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def isatty(self) -> bool:
+            return False
+
+        def fileno(self) -> int:
+            raise OSError("no file")
+
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(sys, "stderr", Full())
+    with Screen().progress("converting") as advance:
+        assert advance is not None
+        advance(1, 2)
+
+
+def test_errors_are_broken_into_lines_on_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = "/a/" + "very-long-" * 12 + "path"
+    error = UsageError(f"{path}: what is wrong " * 2 + "and what to do about it, in many words")
+    outcome.tell(error)
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    outcome.tell(error)
+    lines = capsys.readouterr().err.splitlines()
+    assert " ".join(lines) == f"error: {error}"
+    assert all(len(line) <= 80 for line in lines if path not in line)
+    assert sum(path in line for line in lines) == 2, "paths stay whole"
 
 
 def test_a_stream_that_fails_is_an_environment_fault(monkeypatch: pytest.MonkeyPatch) -> None:

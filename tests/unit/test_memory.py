@@ -152,6 +152,15 @@ def test_nvfp4_experts_are_padded_to_64_on_each_gpu(full_size: BeamConfig) -> No
     assert part.share(16) == part.nbytes * 192 // 2560  # 160 is not
 
 
+def test_padding_is_told_as_a_part_of_an_even_share(
+    full_size: BeamConfig, nano: BeamConfig
+) -> None:
+    weights = weights_of(full_size, "nvfp4")
+    assert [round(weights.expert_padding(count), 3) for count in COUNTS] == [0, 0, 0, 0, 0.2]
+    assert weights_of(full_size, "fp8").expert_padding(16) == 0
+    assert weights_of(nano, "nvfp4").expert_padding(4) == 3  # 16 of 64 columns are padded to 64
+
+
 def test_impossible_divisions_are_none(nano: BeamConfig) -> None:
     nvfp4 = weights_of(nano, "nvfp4")  # 4 heads, 16 experts of width 64
     assert nvfp4.per_gpu("tensor", 4) is not None
