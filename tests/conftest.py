@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MINI = ROOT.parent / "shared" / "fixtures" / "beam-mini"
+FIXTURES = Path(os.environ.get("BEAMQ_FIXTURES", ROOT.parent / "shared" / "fixtures"))
+MINI = FIXTURES / "beam-mini"
 
 
 @pytest.fixture(scope="session")

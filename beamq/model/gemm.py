@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from beamq.errors import DeviceError
+from beamq.model.expert_rows import part_of
 from beamq.model.gemm_operands import fp4_part
 from beamq.model.gemm_torch import CublasLt, Cutlass
 from beamq.model.gemm_triton import Triton
@@ -118,7 +119,7 @@ class EngineGemm:
             rows = torch.arange(offsets[-1], device=x_TK.device)
         for first, last in _ranges(offsets, CHUNK_BYTES // (x_TK.shape[1] * x_TK.itemsize)):
             low, high = offsets[first], offsets[last]
-            part = [end - low for end in offsets[first : last + 1]]
+            part = part_of(offsets, first, last)
             wide, narrow = (_some(kernel, w, first, last) for w in (gate_up, down))
             fused = {"swiglu": True} if kernel.fuses(gate_up, fast=self.fast) else {}
             between = kernel.grouped(tokens, rows[low:high], wide, part, fast=self.fast, **fused)
@@ -192,6 +193,8 @@ def _some(kernel: Any, weight: LinearWeight, first: int, last: int) -> LinearWei
 
 def _ranges(offsets: Sequence[int], rows: int) -> list[tuple[int, int]]:
     """Ranges of experts of at most `rows` rows each, or of one expert that has more."""
+    if offsets[-1] <= rows:
+        return [(0, len(offsets) - 1)]
     ranges, first = [], 0
     for expert in range(1, len(offsets)):
         if offsets[expert] - offsets[first] > rows and expert - 1 > first:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from beamq.model.activation import swiglu as plain_swiglu
+from beamq.model.expert_rows import ExpertRows
 from beamq.model.gemm_device import OPS, DeviceFacts, needs, sm
 from beamq.model.gemm_operands import (
     Fp4Operand,
@@ -225,4 +226,6 @@ def _fp4_recipe() -> tuple[list[Any], list[Any]]:
 
 
 def _ends(offsets: Sequence[int], device: torch.device) -> torch.Tensor:
+    if isinstance(offsets, ExpertRows):
+        return offsets.ends_E
     return torch.tensor(offsets[1:], dtype=torch.int32).to(device)

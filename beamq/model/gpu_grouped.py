@@ -6,9 +6,9 @@ In:  rows of activations sorted by expert, a stack of weights [E, N, K], and whe
 The one idea: what differs between formats is two scales after the sum, so a single kernel serves
 them all: y = (a b^T) * row_scale * column_scale, rounded once. BF16 has no scales; FP8 has one a
 token and one an output; NVFP4, whose codes times block scales are exact in BF16, has its two global
-scales. Tiles of (expert, rows) come from a table made on the host, where the offsets are known
-anyway; as many programs as multiprocessors walk through it, an expert's tiles one after another, so
-that its weights pass through the L2 cache once. Operands arrive by the tensor copy engine.
+scales. Tiles of (expert, rows) come from a table (gpu_tiles.py). As many programs as there are
+multiprocessors walk through it, an expert's tiles one after another, so that its weights pass
+through the L2 cache once. Operands arrive by the tensor copy engine.
 
 With `swiglu`, a program computes the same columns of gate and of up, rounds both to BF16 as the
 unfused layer does, and writes their product: the widest intermediate of a layer never exists.
@@ -23,15 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from beamq.formats.kernels.gpu_fp8 import swiglu
+from beamq.model.expert_rows import ExpertRows
+from beamq.model.gpu_tiles import tile_table
 
 FEW_ROWS = 40
 """Up to so many rows an expert, small tiles read the weights faster."""
@@ -48,7 +48,7 @@ class TileShape:
     warps: int
 
 
-@triton.jit(do_not_specialize=["row_tiles"])
+@triton.jit
 def grouped_kernel(
     a: tl.tensor,
     b: tl.tensor,
@@ -56,7 +56,6 @@ def grouped_kernel(
     row_scale: tl.tensor,
     column_scale: tl.tensor,
     tiles: tl.tensor,
-    row_tiles: tl.tensor,
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -69,13 +68,13 @@ def grouped_kernel(
     IMPRECISE: tl.constexpr,
     FLATTEN: tl.constexpr,
 ) -> None:
-    """N columns of `out`; `b` has N rows an expert, or 2N with SWIGLU. `tiles` is int32 [t, 3]:
-    expert, first row, end of the expert's rows. IMPRECISE: products added inside a tensor core."""
+    """N columns of `out`; `b` has N rows an expert, or 2N with SWIGLU; `tiles` are of gpu_tiles.py.
+    IMPRECISE: products added inside a tensor core."""
     column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     width: tl.constexpr = 2 * N if SWIGLU else N
-    total = row_tiles * column_tiles
+    total = tl.load(tiles) * column_tiles
     for tile in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
-        entry = tiles + (tile // column_tiles) * 3
+        entry = tiles + 3 + (tile // column_tiles) * 3
         column = (tile % column_tiles) * COLUMNS
         expert = tl.load(entry)
         first = tl.load(entry + 1)
@@ -136,18 +135,17 @@ def grouped_gemm(
         return out
     if shape is None:
         shape = tile_shape(a_SK.dtype, offsets)
-    tiles = _tile_table(tuple(offsets), shape.rows, a_SK.device)
+    tiles, most = tile_table(offsets, shape.rows, a_SK.device)
     multiprocessors = torch.cuda.get_device_properties(a_SK.device).multi_processor_count
     imprecise = None if fast or a_SK.dtype == torch.bfloat16 else min(128, shape.depth)
     columns = shape.columns // 2 if swiglu else shape.columns
-    grouped_kernel[(min(multiprocessors, tiles.shape[0] * triton.cdiv(width, columns)),)](
+    grouped_kernel[(min(multiprocessors, most * triton.cdiv(width, columns)),)](
         _descriptor(a_SK, [shape.rows, shape.depth]),
         _descriptor(b_ENK.view(experts * n, k), [columns, shape.depth]),
         out,
         out if row_scale is None else row_scale,
         out if column_scale is None else column_scale,
         tiles,
-        tiles.shape[0],
         N=width,
         K=k,
         ROWS=shape.rows,
@@ -166,24 +164,19 @@ def grouped_gemm(
 
 
 def tile_shape(dtype: torch.dtype, offsets: Sequence[int]) -> TileShape:
-    """The shape that was fastest on an H200 for this many rows an expert."""
-    busy = sum(1 for e in range(len(offsets) - 1) if offsets[e + 1] > offsets[e])
+    """The shape that was fastest on an H200 for this many rows an expert.
+
+    Where only the device knows the offsets, every expert is taken to have rows.
+    """
+    experts = len(offsets) - 1
+    if isinstance(offsets, ExpertRows):
+        busy = min(experts, offsets[-1])
+    else:
+        busy = sum(1 for e in range(experts) if offsets[e + 1] > offsets[e])
     depth = 64 if dtype == torch.bfloat16 else 128
     if offsets[-1] <= FEW_ROWS * busy:
         return TileShape(rows=64, columns=128, depth=depth, stages=5, warps=4)
     return TileShape(rows=128, columns=256, depth=depth, stages=3, warps=8)
-
-
-@lru_cache(maxsize=16)
-def _tile_table(offsets: tuple[int, ...], rows: int, device: torch.device) -> torch.Tensor:
-    """int32 [tiles, 3]: expert, first row, end of its rows. Both projections ask for it."""
-    ends = np.asarray(offsets, dtype=np.int64)
-    starts, ends = ends[:-1], ends[1:]
-    counts = (ends - starts + rows - 1) // rows
-    expert = np.repeat(np.arange(len(counts)), counts)
-    within = np.arange(len(expert)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.stack((expert, starts[expert] + within * rows, ends[expert]), axis=1)
-    return torch.from_numpy(table.astype(np.int32)).to(device)
 
 
 def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:

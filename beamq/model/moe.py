@@ -17,7 +17,7 @@ Limits: no expert parallelism here. Ranks hold slices like any other and add up 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from beamq.config import BeamConfig
 from beamq.model import gpu_support
 from beamq.model.activation import CHUNK_ELEMENTS, swiglu
+from beamq.model.expert_rows import expert_rows, part_of
 from beamq.model.linear import Gemm, LinearWeight
 from beamq.model.observe import Observer
 
@@ -61,13 +62,14 @@ class Routing:
 class Dispatch:
     """Choices sorted by expert: row s belongs to `token_S[s]` with `weight_S[s]`.
 
-    `offsets` has E + 1 ends. `row_Tk` lists each token's rows in ascending order of expert.
+    `offsets` has E + 1 entries (on a GPU `ExpertRows`). `row_Tk` lists each token's rows in
+    ascending order of expert.
     """
 
     token_S: torch.Tensor
     weight_S: torch.Tensor
     row_Tk: torch.Tensor
-    offsets: tuple[int, ...]
+    offsets: Sequence[int]
 
 
 def route(x_TK: torch.Tensor, router: RouterWeights, config: BeamConfig) -> Routing:
@@ -89,18 +91,17 @@ def route(x_TK: torch.Tensor, router: RouterWeights, config: BeamConfig) -> Rout
 
 
 def dispatch(routing: Routing, num_experts: int) -> Dispatch:
-    """Sort the choices by expert, tokens in order within each. One transfer to the host."""
+    """Sort the choices by expert, tokens in order within each. Waits for no GPU."""
     tokens, k = routing.experts_Tk.shape
     flat = routing.experts_Tk.flatten()
-    order = flat.argsort(stable=True)
+    sorted_S, order = flat.sort(stable=True)
     row = torch.empty_like(order)
     row[order] = torch.arange(order.numel(), device=order.device)
-    counts = torch.bincount(flat, minlength=num_experts).cumsum(0).tolist()
     return Dispatch(
         token_S=order // k,
         weight_S=routing.weights_Tk.flatten()[order],
         row_Tk=row.view(tokens, k).sort(dim=1)[0],
-        offsets=(0, *counts),
+        offsets=expert_rows(sorted_S, num_experts),
     )
 
 
@@ -152,7 +153,7 @@ def add_slice(
         _show_every_expert(x_TK, part, gemm, layer, observer)
     shown = observer if observer is not None and observer.expert_inputs else None
     low, high = plan.offsets[part.first], plan.offsets[part.first + part.count]
-    offsets = [end - low for end in plan.offsets[part.first : part.first + part.count + 1]]
+    offsets = part_of(plan.offsets, part.first, part.first + part.count)
     rows = plan.token_S[low:high]
     if shown is None:
         y_SK = gemm.experts(x_TK, rows, part.gate_up, part.down, offsets)

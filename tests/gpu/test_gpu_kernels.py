@@ -98,6 +98,15 @@ def test_nvfp4_every_16_bit_value(gpu, dtype: torch.dtype, scale: float) -> None
     same_nvfp4(gpu, w.flatten()[torch.randperm(65536)].view(256, 256), scale)
 
 
+@pytest.mark.parametrize("scale", GLOBAL_SCALES)
+def test_nvfp4_any_32_bits(gpu, scale: float) -> None:
+    """FP32 of every size: where a quotient overflows, the code is the largest with its sign."""
+    generator = torch.Generator().manual_seed(1)
+    pattern = torch.randint(-(2**31), 2**31 - 1, (65536,), generator=generator)
+    w = pattern.to(torch.int32).view(torch.float32)
+    same_nvfp4(gpu, torch.where(w.isfinite(), w, 1.0).view(-1, 64), scale)
+
+
 def test_nvfp4_near_ties(gpu) -> None:
     """FP32 values at, and a unit on either side of, every midpoint times every scale."""
     scale = torch.tensor(1.234e-3)

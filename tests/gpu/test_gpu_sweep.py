@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from beamq.formats import nvfp4
+from beamq.formats.numerics import NVFP4_BLOCK
+from beamq.formats.nvfp4 import QuantizedTensor
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 16), (3, 48), (160, 96), (320, 2560), (129, 5120)]
@@ -19,14 +21,37 @@ def gpu_sweep():
     return gpu_sweep
 
 
-def same(gpu_sweep, w: torch.Tensor, scale: float) -> None:
+def difference(w: torch.Tensor, got: QuantizedTensor, wanted: QuantizedTensor) -> str | None:
+    """How many blocks differ, and all of the first one that does."""
+    blocks = w.reshape(-1, NVFP4_BLOCK)
+    scales = [q.block_scale.view(torch.uint8).cpu().flatten() for q in (got, wanted)]
+    codes = [q.codes.cpu().reshape(-1, NVFP4_BLOCK // 2) for q in (got, wanted)]
+    other = scales[0] != scales[1]
+    wrong = (other | (codes[0] != codes[1]).any(1)).nonzero().flatten()
+    if not len(wrong):
+        return None
+    first = int(wrong[0])
+    values = blocks[first].float()
+    return (
+        f"{len(wrong)} of {len(blocks)} blocks differ, {int(other.sum())} in their scale; block"
+        f" {first}: {values.tolist()} (bits {[f'{b:08x}' for b in bits(values)]}),"
+        f" scales {scales[0][first]} and {scales[1][first]},"
+        f" codes {bytes(codes[0][first]).hex()} and {bytes(codes[1][first]).hex()}"
+    )
+
+
+def bits(values: torch.Tensor) -> list[int]:
+    return [b & 0xFFFFFFFF for b in values.view(torch.int32).tolist()]
+
+
+def same(gpu_sweep, w: torch.Tensor, scale: float) -> QuantizedTensor:
     counts = torch.zeros(4, dtype=torch.int32, device="cuda")
     got = gpu_sweep.nvfp4_sweep(w.cuda(), torch.tensor(scale), counts=counts)
     wanted = nvfp4.quantize(w, scale, scales="sweep")
-    scales = got.block_scale.view(torch.uint8).cpu() != wanted.block_scale.view(torch.uint8)
-    assert int(scales.sum()) == 0, f"{int(scales.sum())} block scales differ"
-    assert torch.equal(got.codes.cpu(), wanted.codes)
+    found = difference(w, got, wanted)
+    assert found is None, found
     assert int(counts[2]) == int((w.view(-1, 16) == 0).all(dim=1).sum())
+    return wanted
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,12 +67,43 @@ def test_random(gpu_sweep, dtype: torch.dtype, shape: tuple[int, int]) -> None:
 def test_every_pattern(gpu_sweep, dtype: torch.dtype, scale: float) -> None:
     if dtype is torch.float32:
         generator = torch.Generator().manual_seed(1)
-        bits = torch.randint(-(2**31), 2**31 - 1, (65536,), generator=generator)
-        w = bits.to(torch.int32).view(torch.float32)
+        pattern = torch.randint(-(2**31), 2**31 - 1, (65536,), generator=generator)
+        w = pattern.to(torch.int32).view(torch.float32)
     else:
         w = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     w = torch.where(w.isfinite(), w, 1.0).view(-1, 64)
     same(gpu_sweep, w, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [2.0**-12, 1.0])
+def test_ties_between_candidates(gpu_sweep, dtype: torch.dtype, scale: float) -> None:
+    """Few distinct values, so that scales give equal errors: exactly representable blocks (the
+    `max` rule's wins), their halves (the smallest wins), sparse and saturated ones."""
+    torch.manual_seed(2)
+    grid = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = grid[torch.randint(0, 7, (4096, NVFP4_BLOCK))] * torch.randn(4096, 16).sign()
+    blocks *= (torch.rand(4096, NVFP4_BLOCK) < torch.rand(4096, 1)).float()
+    blocks *= 2.0 ** torch.randint(-8, 12, (4096, 1)) * torch.randint(1, 16, (4096, 1)) * scale
+    wanted = same(gpu_sweep, blocks.view(-1, 64).to(dtype), scale)
+    by_max = nvfp4.quantize(blocks.view(-1, 64).to(dtype), scale)
+    moved = wanted.block_scale.view(torch.uint8).int() - by_max.block_scale.view(torch.uint8).int()
+    assert int(moved.min()) < -1
+    assert int(moved.max()) > 1
+
+
+def test_a_warp_of_blocks_that_want_different_ends(gpu_sweep) -> None:
+    """Whether a candidate is passed over depends on all 32 blocks of a warp."""
+    torch.manual_seed(3)
+    w = torch.randn(64, NVFP4_BLOCK * 32) * 0.02
+    lone = w.view(64, 32, NVFP4_BLOCK)
+    lone[0::2, 5] = 0.95e-2  # one block whose fifteen equal values want a much lower scale
+    lone[0::2, 5, 3] = 7e-2
+    lone[1::4] = 0
+    scale = nvfp4.global_scale_from_amax(w.abs().amax()).item()
+    wanted = same(gpu_sweep, w, scale)
+    by_max = nvfp4.quantize(w, scale).block_scale.view(torch.uint8)
+    assert wanted.block_scale.view(torch.uint8)[0, 5] < by_max[0, 5] - 3
 
 
 def test_a_stack_has_its_own_scales(gpu_sweep) -> None:

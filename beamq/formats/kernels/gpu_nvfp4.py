@@ -133,7 +133,8 @@ def _signed(
 ) -> tl.tensor:
     """`_rounded` plus 8 where `sign` (bit 31) is set and the quotient is not zero."""
     q = _divide(magnitude, step, reciprocal, FAST)
-    return _rounded(q) + tl.where(q > 0, (sign >> 28) & 8, 0)
+    # An overflow makes it NaN, which is not above 0 but unequal to it: a large value has its sign.
+    return _rounded(q) + tl.where(q != 0, (sign >> 28) & 8, 0)
 
 
 @triton.jit

@@ -4,13 +4,18 @@ In:  a contiguous CUDA tensor in BF16, F16 or FP32, [N, K] or a stack [G, N, K];
 Out: codes and block scales, as `gpu.nvfp4_quantize` but with each block's scale swept; counts.
 
 The one idea: as in gpu_nvfp4.py a thread owns a block, so its 16 magnitudes stay in registers while
-16 candidate scales pass by, ten instructions a value each, and nothing is exchanged or read again.
-The error is the twin's, operation by operation, so the compiler must not fuse a product with a sum
-(`enable_fp_fusion=False`); what encodes the block afterwards asks for its fused steps by name.
+candidate scales pass by, seven or eight instructions a value each. Errors are the twin's, operation
+by operation, so the compiler must not fuse a product with a sum (`enable_fp_fusion=False`); what is
+fused here is fused by name, where the product is exact.
 
-Bound by arithmetic: some 185 instructions a value, about seven times what the `max` kernel takes to
-move its bytes. Weights are left to the CPU and to plain torch.
-Limits: as gpu.py. Run in Triton's interpreter against the twin; not run on a GPU yet.
+Not every candidate is looked at. Below the `max` rule's scale the largest value is clipped, and
+rounding is monotone: a block's error is at least this one value's squared distance from 6, as
+computed. Scales above come first, therefore, then those below, and one of these is passed over
+where that bound already exceeds the least error in all blocks of a warp. A program is one warp, so
+that this costs a vote and no barrier. What is chosen is the same, ties included.
+
+Bound by arithmetic all the same. Weights are left to the CPU and to plain torch.
+Limits: as gpu.py.
 """
 
 from __future__ import annotations
@@ -36,16 +41,18 @@ from beamq.formats.kernels.gpu_nvfp4 import (
 )
 from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.formats.nvfp4 import QuantizedTensor
+from beamq.formats.sweep import ABOVE, BELOW, LARGEST, SMALLEST
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_TILE = 128  # blocks of a program, one a thread
+_TILE = 32  # blocks of a program, one a thread: a warp
 
 _ABS = tl.constexpr(0x7FFFFFFF)
 _ABS16 = tl.constexpr(0x7FFF7FFF)
-_EXPONENT = tl.constexpr(0x7F800000)
-_ONE = tl.constexpr(0x3F800000)
-_SIX = tl.constexpr(0x40C00000)
-_MAGIC_ABOVE = tl.constexpr((22 << 23) + 0x400000)  # from 2^e to 1.5 * 2^(22 + e)
+_BELOW, _ABOVE = tl.constexpr(BELOW), tl.constexpr(ABOVE)
+_SMALLEST, _LARGEST = tl.constexpr(SMALLEST), tl.constexpr(LARGEST)
+_UP = tl.constexpr(4194304.0)  # 2^22
+_DOWN = tl.constexpr(-4194304.0)
+_NEAR = tl.constexpr(7.0)  # up to here the nearest multiple of 2 is as far away as 6 is
 
 
 @triton.jit
@@ -66,19 +73,27 @@ def _magnitudes(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _square(x: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
-    """Squared distance of x * reciprocal from the nearest E2M1 value."""
+def _square(x: tl.tensor, reciprocal: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
+    """Squared distance of x * reciprocal from the nearest E2M1 value; above 7 it has to CLIP.
+
+    2^22 times a number of q's own binade has units of the grid's spacing there, so adding and
+    taking it away rounds q to that spacing (1/2 below 2, 1 below 4, 2 above). Of a tie's two
+    neighbours it may be the other one, which is as far away.
+    """
     q = x * reciprocal
-    inside = tl.minimum(q.to(tl.int32, bitcast=True), _SIX)
-    magic = as_float((tl.maximum(inside, _ONE) & _EXPONENT) + _MAGIC_ABOVE)
-    distance = q - ((as_float(inside) + magic) - magic)
+    if CLIP:  # noqa: SIM108 - Triton's own if
+        inside = tl.minimum(q, 6.0)
+    else:
+        inside = q
+    base = tl.maximum(inside, 1.5)
+    distance = q - tl.fma(base, _UP, tl.fma(base, _DOWN, inside))
     return distance * distance
 
 
 @triton.jit
-def _four(values: tl.tuple, AT: tl.constexpr, r: tl.tensor) -> tl.tensor:
-    first = _square(values[AT], r) + _square(values[AT + 1], r)
-    return first + (_square(values[AT + 2], r) + _square(values[AT + 3], r))
+def _four(values: tl.tuple, AT: tl.constexpr, r: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
+    first = _square(values[AT], r, CLIP) + _square(values[AT + 1], r, CLIP)
+    return first + (_square(values[AT + 2], r, CLIP) + _square(values[AT + 3], r, CLIP))
 
 
 @triton.jit
@@ -89,26 +104,52 @@ def _value(code: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _error(values: tl.tuple, code: tl.tensor, global_scale: tl.tensor) -> tl.tensor:
-    scale = _value(code)
-    r = tl.div_rn(1.0, scale * global_scale)
-    low = _four(values, 0, r) + _four(values, 4, r)
-    high = _four(values, 8, r) + _four(values, 12, r)
+def _error(values: tl.tuple, scale: tl.tensor, r: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
+    low = _four(values, 0, r, CLIP) + _four(values, 4, r, CLIP)
+    high = _four(values, 8, r, CLIP) + _four(values, 12, r, CLIP)
     return (low + high) * (scale * scale)
 
 
 @triton.jit
-def _best(values: tl.tuple, middle: tl.tensor, global_scale: tl.tensor) -> tl.tensor:
-    """The code of the least error; a tie is the `max` rule's, then the smallest's."""
+def _best_above(
+    values: tl.tuple, middle: tl.tensor, global_scale: tl.tensor, CLIP: tl.constexpr
+) -> tl.tensor:
+    """(least error, its code) of the `max` rule's scale and those above it."""
     chosen = middle
-    best = _error(values, middle, global_scale)
-    for i in range(1, 16):  # -7 .. -1, 1 .. 8
-        offset = tl.where(i < 8, i - 8, i - 7)
-        code = tl.minimum(tl.maximum(middle + offset, 1), 126)
-        error = _error(values, code, global_scale)
-        better = error < best
+    best = tl.zeros_like(values[0])
+    for offset in range(_ABOVE + 1):
+        code = tl.minimum(middle + offset, _LARGEST)
+        scale = _value(code)
+        error = _error(values, scale, tl.div_rn(1.0, scale * global_scale), CLIP)
+        better = (error < best) | (offset == 0)  # the first even if it is NaN
         best = tl.where(better, error, best)
         chosen = tl.where(better, code, chosen)
+    return best, chosen
+
+
+@triton.jit
+def _best(
+    values: tl.tuple, peak: tl.tensor, middle: tl.tensor, global_scale: tl.tensor
+) -> tl.tensor:
+    """The code of the least error; a tie is the `max` rule's, then the smallest's."""
+    highest = peak * tl.div_rn(1.0, _value(middle) * global_scale)
+    if tl.max(tl.where(highest <= _NEAR, 0, 1), axis=0) == 0:
+        best, chosen = _best_above(values, middle, global_scale, False)
+    else:
+        best, chosen = _best_above(values, middle, global_scale, True)
+    for offset in range(1, _BELOW + 1):
+        code = tl.maximum(middle - offset, _SMALLEST)
+        scale = _value(code)
+        r = tl.div_rn(1.0, scale * global_scale)
+        clipped = tl.maximum(peak * r - 6.0, 0.0)
+        least = (clipped * clipped) * (scale * scale)
+        # Where it equals the least so far, a lower scale wins against all but the `max` rule's.
+        hopeless = tl.where(chosen == middle, least >= best, least > best)
+        if tl.max(tl.where(hopeless, 0, 1), axis=0) > 0:
+            error = _error(values, scale, r, True)
+            better = (error < best) | ((error == best) & (chosen != middle))
+            best = tl.where(better, error, best)
+            chosen = tl.where(better, code, chosen)
     return chosen
 
 
@@ -138,7 +179,7 @@ def sweep_kernel(
     ideal = tl.div_rn(peak, 6.0 * global_scale)
     by_max, _ = _block_scale(ideal, global_scale)
     middle = by_max.to(tl.int8, bitcast=True).to(tl.int32)
-    chosen = _best(_magnitudes(words, DTYPE), middle, global_scale)
+    chosen = _best(_magnitudes(words, DTYPE), peak, middle, global_scale)
     step = _value(chosen) * global_scale
     limit = _FAST_HIGH32 if DTYPE == F32 else _FAST_HIGH16
     if (global_scale >= _FAST_LOW) & (global_scale <= limit):
@@ -167,7 +208,11 @@ def sweep_kernel(
 
 
 def nvfp4_sweep(
-    w: torch.Tensor, global_scale: torch.Tensor, *, counts: torch.Tensor | None = None
+    w: torch.Tensor,
+    global_scale: torch.Tensor,
+    *,
+    out: QuantizedTensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """`nvfp4.quantize(..., scales="sweep")` of a matrix or a stack; `global_scale` FP32 [] or [G].
 
@@ -183,11 +228,12 @@ def nvfp4_sweep(
     scales = global_scale.to(w.device, torch.float32).reshape(-1)
     if scales.numel() not in (1, tensors):
         raise ValueError(f"{scales.numel()} global scales for {tensors} tensors")
-    out = QuantizedTensor(
-        codes=torch.empty(*lead, n, k // 2, dtype=torch.uint8, device=w.device),
-        block_scale=w.new_empty(*lead, n, k // NVFP4_BLOCK, dtype=torch.float8_e4m3fn),
-        global_scale=global_scale,
-    )
+    if out is None:
+        out = QuantizedTensor(
+            codes=torch.empty(*lead, n, k // 2, dtype=torch.uint8, device=w.device),
+            block_scale=w.new_empty(*lead, n, k // NVFP4_BLOCK, dtype=torch.float8_e4m3fn),
+            global_scale=global_scale,
+        )
     if counts is None:
         counts = torch.zeros(4, dtype=torch.int32, device=w.device)
     if w.numel():
