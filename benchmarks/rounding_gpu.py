@@ -5,32 +5,44 @@
 Sweep: one expert projection of Beam, BF16 [16, 2560, 5120], time of `gpu_sweep.nvfp4_sweep` over
 that of `gpu.nvfp4_quantize` (goal: at most 8).
 
-GPTQ: experts of real width with synthetic inputs, so many rows as `--rows-per-input` times the
-inputs (16 x 5,120 for gate and up). As many experts as one call of the product takes are measured
-and scaled to 256; stages are the second moments (served inputs and their products), the factor, and
-the rounding with its feedback. The projection is for 49 layers, without reading and forward pass
-(goal: at most 30 minutes beside them).
+GPTQ: some experts of real width in a layer of 256, visited as calibration visits them: batches of
+16,384 synthetic tokens, each token read by 8 experts, until every expert has `--rows-per-input`
+times as many rows as inputs (16 x 5,120). A few batches stand for all, over and over. `visit` is
+all that `ExpertRounding` does, codes on the host included; its stages are measured one by one
+before: second moments (rows gathered, `down`'s inputs computed anew, quantized as served, products
+summed), the factor, and the rounding, which is a GEMM between blocks (`feedback`) and the blocks
+themselves. Times are scaled to 256 experts and 49 layers. Reading, the forward pass itself and
+writing are not in them (goal: at most 30 minutes beside them).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from beamq.calib.gptq import factorize, round_experts
+from beamq.calib import gptq
+from beamq.calib.expert_moments import ExpertMoments, chunks, weight_of
+from beamq.calib.expert_rounding import GROUPS, ExpertRounding
+from beamq.config import BeamConfig
 from beamq.formats.kernels import gpu, gpu_sweep
 from beamq.formats.nvfp4 import global_scale_from_amax
-from beamq.model.linear import nvfp4_operand
+from beamq.model.exchange import Alone
+from beamq.model.linear import DenseWeight, ReferenceGemm
+from beamq.model.moe import Dispatch, ExpertSlice
+from beamq.model.visit import VisitedLayer
 from benchmarks.gpu_timing import machine, median_ms
+from benchmarks.random_layer import REAL
 
-EXPERTS, LAYERS = 256, 49
-BATCH_ROWS = 16_384
-GROUPS = {"gate_up": (5120, 5120), "down": (5120, 2560)}  # N, K
+LAYERS = 49
+BATCH_TOKENS = 16_384
+BATCHES_HELD = 4
+AMAX = 6.0  # of the inputs; their input_scale follows
 
 
 def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -53,40 +65,106 @@ def sweep() -> dict[str, float]:
     return {"max_ms": by_max, "sweep_ms": swept, "ratio": swept / by_max}
 
 
-def moments(experts: int, k: int, rows: int) -> torch.Tensor:
-    """As `expert_rounding` sums them, of fresh synthetic batches."""
-    total = torch.zeros(experts, k, k, device="cuda")
-    scale = torch.tensor(0.002, device="cuda")
-    for expert in range(experts):
-        for start in range(0, rows, BATCH_ROWS):
-            count = min(BATCH_ROWS, rows - start)
-            x = torch.randn(count, k, device="cuda", dtype=torch.bfloat16)
-            served = nvfp4_operand(x, scale).to(torch.bfloat16)
-            total[expert] += torch.mm(served.t(), served, out_dtype=torch.float32)
-    return total
+def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> VisitedLayer:
+    """`experts` of the layer's, and as many batches as give each of them its rows."""
+    device, hidden, wide = torch.device("cuda"), config.hidden_size, config.moe_intermediate_size
+    each = BATCH_TOKENS * config.top_k // config.num_experts
+    batches = max(1, per_input * hidden // each)
+    h = torch.randn(BATCHES_HELD, BATCH_TOKENS, hidden, device=device, dtype=torch.bfloat16)
+    norm = torch.ones(hidden, device=device, dtype=torch.bfloat16)
+    rows = [torch.randint(BATCH_TOKENS, (each,), device=device) for _ in range(experts)]
+    plan = Dispatch(
+        token_S=torch.cat([some.sort()[0] for some in rows]),
+        weight_S=torch.empty(0),
+        row_Tk=torch.empty(0),
+        offsets=tuple(each * place for place in range(experts + 1)),
+    )
+
+    def inputs() -> Iterator[tuple[torch.Tensor, Dispatch]]:
+        for number in range(batches):
+            yield F.rms_norm(h[number % BATCHES_HELD], norm.shape, norm, 1e-6), plan
+
+    def weight(n: int, k: int) -> DenseWeight:
+        w_ENK = torch.randn(experts, n, k, device=device, dtype=torch.bfloat16)
+        return DenseWeight(w_NK=w_ENK.mul_(k**-0.5))
+
+    part = ExpertSlice(
+        first=0, count=experts, gate_up=weight(2 * wide, hidden), down=weight(hidden, wide)
+    )
+    return VisitedLayer(
+        layer=0,
+        parts=lambda: [part],
+        inputs=inputs,
+        rows_E=(each * batches,) * experts,
+        exchange=Alone(config),
+        device=device,
+    )
 
 
-def gptq(experts: int, per_input: int) -> dict[str, Any]:
-    """Seconds by group and stage for `experts` experts, and what a whole model would take."""
-    stages: dict[str, Any] = {}
-    for name, (n, k) in GROUPS.items():
-        w = torch.randn(experts, n, k, device="cuda") * 0.02
-        scale = global_scale_from_amax(w.abs().amax((1, 2)))
-        summed, total = seconds(lambda k=k: moments(experts, k, per_input * k))
-        factored, feedback = seconds(lambda total=total: factorize(total))
-        del total
-        rounded, _ = seconds(lambda w=w, f=feedback, s=scale: round_experts(w, f, s))
-        stages[name] = {"moments_s": summed, "factor_s": factored, "rounding_s": rounded}
-        del w, feedback
-        torch.cuda.empty_cache()
-    layer = sum(sum(group.values()) for group in stages.values()) * EXPERTS / experts
+def stages(seen: VisitedLayer, config: BeamConfig) -> dict[str, dict[str, float]]:
+    """Seconds by group and stage, for the experts at hand."""
+    (part,) = seen.parts()
+    moments = ExpertMoments(seen, full=True, gemm=ReferenceGemm(), check=lambda: None)
+    widths = {"gate_up": config.hidden_size, "down_proj": config.moe_intermediate_size}
+    found: dict[str, dict[str, float]] = {}
+    for group in GROUPS:
+        every = list(range(part.count))
+        moments.prepare(group, AMAX / 2688, widths[group], set(every))
+        times = found[group] = dict.fromkeys(("moments", "factor", "rounding", "feedback"), 0.0)
+        for experts in chunks(every, weight_of(part, group), full=True):
+            spent, own = seconds(lambda e=experts, g=group: moments.of(g, part, e))
+            times["moments"] += spent
+            spent, factor = seconds(lambda own=own: gptq.factorize(own))
+            times["factor"] += spent
+            del own
+            w = weight_of(part, group)[experts]
+            scale = global_scale_from_amax(w.abs().amax((1, 2)).float())
+            rounder = gptq.block_rounder
+            for stage, kernel in (("rounding", rounder), ("feedback", lambda _: lambda *_: None)):
+                gptq.block_rounder = kernel
+                spent, _ = seconds(lambda w=w, f=factor, s=scale: gptq.round_experts(w, f, s))
+                times[stage] += spent
+            gptq.block_rounder = rounder
+            del factor, w
+    return found
+
+
+def visit(seen: VisitedLayer, config: BeamConfig) -> float:
+    """Seconds of the whole visit, but for writing."""
+    every = {(expert, group) for expert in range(len(seen.rows_E)) for group in GROUPS}
+    rounding = ExpertRounding(
+        {0: every},
+        method="gptq",
+        config=config,
+        gemm=ReferenceGemm(),
+        amax=lambda layer, group: AMAX,
+        write=lambda layer, group, rounded: None,
+        stopped=lambda: False,
+    )
+    return seconds(lambda: rounding.visit(seen))[0]
+
+
+def measured(experts: int, per_input: int) -> dict[str, Any]:
+    """All of GPTQ, and what a whole model would take."""
+    visit(synthetic_layer(REAL, 1, 1), REAL)  # libraries are loaded and kernels compiled now
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    seen = synthetic_layer(REAL, experts, per_input)
+    held = torch.cuda.memory_allocated()
+    by_stage = stages(seen, REAL)
+    whole = visit(seen, REAL) * REAL.num_experts / experts
+    scale = REAL.num_experts / experts
+    names = next(iter(by_stage.values()))
     return {
         "experts": experts,
         "rows_per_input": per_input,
-        "stages": stages,
-        "layer_s": layer,
-        "model_minutes": layer * LAYERS / 60,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "stages": by_stage,
+        "layer_stages_s": {
+            name: scale * sum(group[name] for group in by_stage.values()) for name in names
+        },
+        "layer_s": whole,
+        "model_minutes": whole * LAYERS / 60,
+        "peak_beside_weights_and_states_gb": (torch.cuda.max_memory_allocated() - held) / 1e9,
     }
 
 
@@ -95,17 +173,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--experts", type=int, default=24)
     parser.add_argument("--rows-per-input", type=int, default=16)
+    parser.add_argument("--no-sweep", action="store_true", help="GPTQ alone")
     options = parser.parse_args()
     torch.manual_seed(0)
-    found: dict[str, Any] = {**machine(), "sweep": sweep()}
-    print(found["sweep"], flush=True)
+    found: dict[str, Any] = machine()
+    if not options.no_sweep:
+        found["sweep"] = sweep()
+        print(found["sweep"], flush=True)
     with torch.inference_mode():
-        round_experts(
-            torch.randn(2, 64, 64, device="cuda"),
-            factorize(torch.eye(64, device="cuda").repeat(2, 1, 1)),
-            torch.ones(2, device="cuda"),
-        )  # libraries are loaded now
-        found["gptq"] = gptq(options.experts, options.rows_per_input)
+        found["gptq"] = measured(options.experts, options.rows_per_input)
     print(json.dumps(found["gptq"], indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))

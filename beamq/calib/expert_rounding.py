@@ -13,36 +13,43 @@ Experts are taken a few at a time: their inputs are computed anew (gate and up o
 each expert, 27 GB for a whole layer of the real model; a few at a time take what is allowed.
 
 gate and up read the same inputs, so they share moments as they share a global scale. An expert with
-fewer rows than inputs is drawn towards the moments of all of the layer's (`gptq.shrunk`); those
-are summed only where such an expert is. Tokens that are not finite count as zeros.
+fewer rows than inputs is drawn towards the moments of all of the layer's (`gptq.shrunk`).
 
-Limits: weights must be on hand exactly, so the activation dtype must hold the source's; one
-process.
+Several processes round their own experts each; what they must share goes by `amax` and by the
+layer's exchange. Limits: weights must be on hand exactly, so the activation dtype must hold the
+source's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from beamq.calib.gptq import factorize, round_experts, shrunk
+from beamq.calib.expert_moments import (
+    CHUNK_NBYTES,
+    ExpertMoments,
+    chunks,
+    expert_nbytes,
+    numbers,
+    weight_of,
+)
+from beamq.calib.gptq import factorize, round_experts
 from beamq.calib.scales import AMAX_PER_SCALE, MIN_SCALE
 from beamq.config import BeamConfig
 from beamq.errors import Interrupted, TensorError
 from beamq.formats import nvfp4
 from beamq.formats.numerics import E4M3_MIN, NVFP4_BLOCK
-from beamq.model.activation import swiglu
-from beamq.model.linear import DenseWeight, Gemm, LinearWeight, nvfp4_operand
+from beamq.model.linear import Gemm
 from beamq.model.moe import ExpertSlice
-from beamq.model.visit import Inputs, Parts
+from beamq.model.visit import VisitedLayer
 
 GROUPS = ("gate_up", "down_proj")
-CHUNK_NBYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
-"""What experts that are rounded together may take; fixed, so that it decides no bit."""
 FLOOR = 1e-3  # of the mean second moment, added to each: no column counts for nothing
+WRITERS = 4  # threads that hand over what a chunk of experts gave
 
 Group = tuple[int, str]
 """An expert and one of `GROUPS`."""
@@ -66,7 +73,9 @@ class RoundedGroup:
 class ExpertRounding:
     """An `ExpertVisitor`. `wanted` has, by layer, the groups that are to be rounded.
 
-    `amax(layer, group)` is the largest input magnitude over all experts of the layer.
+    `amax(layer, group)` is the largest input magnitude over all experts of the layer; it is asked
+    for once a layer and group. `write` is called from several threads. Processes that share a pass
+    have the same `wanted`, and round those of their own experts.
     """
 
     def __init__(
@@ -74,6 +83,7 @@ class ExpertRounding:
         wanted: Mapping[int, Set[Group]],
         *,
         method: str,
+        config: BeamConfig,
         gemm: Gemm,
         amax: Callable[[int, str], float],
         write: Callable[[int, Group, RoundedGroup], None],
@@ -81,6 +91,10 @@ class ExpertRounding:
     ) -> None:
         self._wanted = wanted
         self._full = method == "gptq"
+        self._widths = {
+            "gate_up": config.hidden_size,
+            "down_proj": config.moe_intermediate_size,
+        }
         self._gemm = gemm
         self._amax = amax
         self._write = write
@@ -90,17 +104,21 @@ class ExpertRounding:
         """See `ExpertVisitor`."""
         return bool(self._wanted.get(layer))
 
-    def visit(self, layer: int, parts: Parts, inputs: Inputs) -> None:
+    def visit(self, seen: VisitedLayer) -> None:
         """Round and write all that is wanted of the layer. Raises `TensorError` for weights that
         are not finite, `Interrupted`, and what `write` raises."""
-        moments = _Moments(self._full, self._gemm, parts, inputs, self._check)
-        for part in parts():
+        moments = ExpertMoments(seen, full=self._full, gemm=self._gemm, check=self._check)
+        wanted = self._wanted[seen.layer]
+        for group, width in self._widths.items():
+            scale = input_scale(self._amax(seen.layer, group))
+            experts = {expert for expert, name in wanted if name == group}
+            moments.prepare(group, scale, width, experts)
+        for part in seen.parts():
             for group in GROUPS:
-                moments.scale = input_scale(self._amax(layer, group))
-                wanted = [e for e in _numbers(part) if (e, group) in self._wanted[layer]]
-                for experts in _chunks(wanted, _weight(part, group), self._full):
-                    own = moments.of(part, group, experts)
-                    self._round(layer, part, group, experts, own)
+                own = [expert for expert in numbers(part) if (expert, group) in wanted]
+                for experts_here in chunks(own, weight_of(part, group), full=self._full):
+                    found = moments.of(group, part, experts_here)
+                    self._round(seen.layer, part, group, experts_here, found)
 
     def _check(self) -> None:
         if self._stopped():
@@ -109,9 +127,8 @@ class ExpertRounding:
     def _round(
         self, layer: int, part: ExpertSlice, group: str, experts: list[int], moments: torch.Tensor
     ) -> None:
-        stored_ENK = _weight(part, group)
-        w_ENK = stored_ENK[[e - part.first for e in experts]].float()
-        amax_E = w_ENK.abs().amax(dim=(1, 2))
+        w_ENK = weight_of(part, group)[[e - part.first for e in experts]]
+        amax_E = w_ENK.abs().amax(dim=(1, 2)).float()
         if not bool(amax_E.isfinite().all()):
             bad = experts[int((~amax_E.isfinite()).int().argmax())]
             raise TensorError(
@@ -121,123 +138,60 @@ class ExpertRounding:
         scale_E = nvfp4.global_scale_from_amax(amax_E)
         if self._full:
             found = round_experts(w_ENK, factorize(moments), scale_E)
-            pairs = list(zip(found.codes, found.block_scale, strict=True))
+            codes_ENH, block_scale_ENB = found.codes, found.block_scale
         else:
-            weight_EK = moments + FLOOR * moments.mean(dim=1, keepdim=True)
-            pairs = [
-                (q.codes, q.block_scale)
-                for w_NK, scale, weight_K in zip(w_ENK, scale_E, weight_EK, strict=True)
-                for q in [nvfp4.quantize(w_NK, scale, scales="sweep", weight_K=weight_K)]
-            ]
-        for at, (expert, (codes, block_scale)) in enumerate(zip(experts, pairs, strict=True)):
+            codes_ENH, block_scale_ENB = _swept(w_ENK, scale_E, moments)
+        rounded = _on_host(codes_ENH, block_scale_ENB, scale_E, amax_E, _counts(w_ENK, scale_E))
+
+        def write(at: int) -> None:
             self._check()
-            zero, underflow = _counts(w_ENK[at], scale_E[at])
-            rounded = RoundedGroup(
-                codes=codes.cpu(),
-                block_scale=block_scale.view(torch.uint8).cpu(),
-                global_scale=float(scale_E[at]),
-                amax=float(amax_E[at]),
-                zero_blocks=zero,
-                underflow_blocks=underflow,
-            )
-            self._write(layer, (expert, group), rounded)
+            self._write(layer, (experts[at], group), rounded[at])
+
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for _ in pool.map(write, range(len(experts))):
+                pass
 
 
-class _Moments:
-    """Second moments of the experts' inputs, quantized under `scale`: [E, K, K] or, if not `full`,
-    [E, K]; of sums of `code * block_scale`, since a common factor changes nothing."""
+def _swept(
+    w_ENK: torch.Tensor, scale_E: torch.Tensor, moments_EK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and block scales by the sweep, columns weighted by the moments."""
+    weight_EK = moments_EK + FLOOR * moments_EK.mean(dim=1, keepdim=True)
+    found = [
+        nvfp4.quantize(w_NK, scale, scales="sweep", weight_K=weight_K)
+        for w_NK, scale, weight_K in zip(w_ENK, scale_E, weight_EK, strict=True)
+    ]
+    return torch.stack([q.codes for q in found]), torch.stack([q.block_scale for q in found])
 
-    def __init__(
-        self, full: bool, gemm: Gemm, parts: Parts, inputs: Inputs, check: Callable[[], None]
-    ) -> None:
-        self.scale = 1.0
-        self._full = full
-        self._gemm = gemm
-        self._parts = parts
-        self._inputs = inputs
-        self._check = check
-        self._pools: dict[str, tuple[torch.Tensor, float]] = {}
 
-    def of(self, part: ExpertSlice, group: str, experts: list[int]) -> torch.Tensor:
-        """Shrunk means for `experts` of `part`."""
-        first = _weight(part, group)
-        width = first.shape[2]
-        shape = (len(experts), width, width) if self._full else (len(experts), width)
-        total = torch.zeros(shape, device=first.device)
-        rows_E = torch.zeros(len(experts), device=first.device)
-        for x_TK, plan in self._inputs():
-            self._check()
-            served = self._served(x_TK) if group == "gate_up" else None
-            for at, expert in enumerate(experts):
-                low, high = plan.offsets[expert], plan.offsets[expert + 1]
-                if low == high:
-                    continue
-                rows = plan.token_S[low:high]
-                own = self._down(x_TK, rows, part, expert) if served is None else served[rows]
-                total[at] += self._gram(own)
-                rows_E[at] += high - low
-        pool, pool_rows = None, 0.0
-        if bool((rows_E < width).any()):
-            pool, pool_rows = self._pool(group)
-        return shrunk(total, rows_E, pool, pool_rows)
+def _on_host(
+    codes_ENH: torch.Tensor,
+    block_scale_ENB: torch.Tensor,
+    scale_E: torch.Tensor,
+    amax_E: torch.Tensor,
+    counts_E2: torch.Tensor,
+) -> list[RoundedGroup]:
+    """What was found, by expert, in few transfers."""
+    codes, block_scales = _to_host(codes_ENH), _to_host(block_scale_ENB.view(torch.uint8))
+    found = zip(scale_E.tolist(), amax_E.tolist(), counts_E2.tolist(), strict=True)
+    return [
+        RoundedGroup(
+            codes=codes[at],
+            block_scale=block_scales[at],
+            global_scale=scale,
+            amax=amax,
+            zero_blocks=zero,
+            underflow_blocks=underflow,
+        )
+        for at, (scale, amax, (zero, underflow)) in enumerate(found)
+    ]
 
-    def _pool(self, group: str) -> tuple[torch.Tensor, float]:
-        """Sum over all rows of all experts of the layer, and their number."""
-        if group not in self._pools:
-            self._pools[group] = self._token_pool() if group == "gate_up" else self._down_pool()
-        return self._pools[group]
 
-    def _token_pool(self) -> tuple[torch.Tensor, float]:
-        """Every token is read by as many experts as any other, so each may count once."""
-        grams: list[torch.Tensor] = []
-        rows = 0
-        for x_TK, _ in self._inputs():
-            self._check()
-            gram = self._gram(self._served(x_TK))
-            grams = [grams[0] + gram] if grams else [gram]
-            rows += x_TK.shape[0]
-        return grams[0], float(rows)
-
-    def _down_pool(self) -> tuple[torch.Tensor, float]:
-        total: torch.Tensor | None = None
-        rows = 0
-        for part in self._parts():
-            for expert in _numbers(part):
-                own: torch.Tensor | None = None
-                for x_TK, plan in self._inputs():
-                    self._check()
-                    low, high = plan.offsets[expert], plan.offsets[expert + 1]
-                    if low == high:
-                        continue
-                    gram = self._gram(self._down(x_TK, plan.token_S[low:high], part, expert))
-                    own = gram if own is None else own + gram
-                    rows += high - low
-                if own is not None:  # by expert, so that slices do not matter
-                    total = own if total is None else total + own
-        if total is None:
-            raise RuntimeError("a layer whose experts read no token was visited")
-        return total, float(rows)
-
-    def _down(
-        self, x_TK: torch.Tensor, rows: torch.Tensor, part: ExpertSlice, expert: int
-    ) -> torch.Tensor:
-        """Served inputs of an expert's `down`."""
-        weight = part.gate_up.expert(expert - part.first)
-        return self._served(swiglu(self._gemm.linear(x_TK[rows], weight)))
-
-    def _served(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """`code * block_scale`, exact in BF16; rows that are not finite as zeros."""
-        finite_T1 = x_TK.isfinite().all(dim=1, keepdim=True)
-        scale = torch.tensor(self.scale, dtype=torch.float32, device=x_TK.device)
-        return nvfp4_operand(torch.where(finite_T1, x_TK, 0), scale)
-
-    def _gram(self, x_SK: torch.Tensor) -> torch.Tensor:
-        if not self._full:
-            return x_SK.float().square().sum(dim=0)
-        if x_SK.device.type == "cuda":
-            half = x_SK.to(torch.bfloat16)
-            return torch.mm(half.t(), half, out_dtype=torch.float32)
-        return x_SK.float().t() @ x_SK.float()
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    # Pinned, since pageable memory is several times slower to reach.
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def input_scale(amax: float) -> float:
@@ -248,36 +202,13 @@ def input_scale(amax: float) -> float:
 def rounding_nbytes(device: str, config: BeamConfig) -> int:
     """What rounding takes of the device at once, beside weights and activations."""
     shape = (2 * config.moe_intermediate_size, config.hidden_size)
-    one = _expert_nbytes(shape, full=True)
+    one = expert_nbytes(shape, full=True)
     return max(min(CHUNK_NBYTES[device], config.num_experts * one), one)
 
 
-def _expert_nbytes(shape: tuple[int, ...], *, full: bool) -> int:
-    """Sums and three copies on the way to the factor; weights, what is moved, errors, trials."""
-    n, k = shape[-2:]
-    return 4 * (4 * k * k * full + 4 * n * k)
-
-
-def _chunks(experts: list[int], weight_ENK: torch.Tensor, full: bool) -> Iterator[list[int]]:
-    """Experts in runs that fit the device."""
-    one = _expert_nbytes(tuple(weight_ENK.shape), full=full)
-    most = max(1, CHUNK_NBYTES[weight_ENK.device.type] // one)
-    for start in range(0, len(experts), most):
-        yield experts[start : start + most]
-
-
-def _numbers(part: ExpertSlice) -> range:
-    return range(part.first, part.first + part.count)
-
-
-def _weight(part: ExpertSlice, group: str) -> torch.Tensor:
-    weight: LinearWeight = part.gate_up if group == "gate_up" else part.down
-    if not isinstance(weight, DenseWeight):
-        raise TypeError("experts that are quantized already cannot be rounded")
-    return weight.w_NK
-
-
-def _counts(w_NK: torch.Tensor, scale: torch.Tensor) -> tuple[int, int]:
-    """Blocks of zeros, and blocks whose ideal scale would round to 0."""
-    ideal_B = w_NK.view(-1, NVFP4_BLOCK).abs().amax(dim=1) / (6.0 * scale)
-    return int((ideal_B == 0).sum()), int(((ideal_B <= E4M3_MIN / 2) & (ideal_B > 0)).sum())
+def _counts(w_ENK: torch.Tensor, scale_E: torch.Tensor) -> torch.Tensor:
+    """[E, 2]: blocks of zeros, and blocks whose ideal scale would round to 0."""
+    peak_EB = w_ENK.abs().view(w_ENK.shape[0], -1, NVFP4_BLOCK).amax(dim=2).float()
+    ideal_EB = peak_EB / (6.0 * scale_E.view(-1, 1))
+    underflow_EB = (ideal_EB <= E4M3_MIN / 2) & (ideal_EB > 0)
+    return torch.stack(((ideal_EB == 0).sum(dim=1), underflow_EB.sum(dim=1)), dim=1)

@@ -172,11 +172,16 @@ class CalibrationPass:
         return ExpertRounding(
             visit.wanted,
             method=visit.method,
+            config=self._config,
             gemm=gemm,
-            amax=self._collector.expert_amax,
+            amax=self._expert_amax,
             write=visit.write,
             stopped=visit.stopped,
         )
+
+    def _expert_amax(self, layer: int, group: str) -> float:
+        """Over the experts of all processes."""
+        return float(max(self._ranks.gather(self._collector.expert_amax(layer, group))))
 
     def _embed(self, loader: LayerLoader) -> list[Batch]:
         """The states in front of the first layer."""

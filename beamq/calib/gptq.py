@@ -1,6 +1,6 @@
 """GPTQ for NVFP4: round so that the *product* with the inputs changes least, scales included.
 
-In:  FP32 weights [E, N, K] of some experts, the second moments H [E, K, K] of their inputs as
+In:  weights [E, N, K] of some experts, the second moments H [E, K, K] of their inputs as
      served, a global scale for each expert.
 Out: packed codes and E4M3 block scales, of the same form as plain rounding gives.
 
@@ -19,20 +19,26 @@ feedback inside the block, and the least sum wins.
 H is damped by a tenth of its mean diagonal. Columns keep their natural order, which the file's
 blocks need (and ordering by size of H did not help). One factorisation and no inverse is needed.
 
-Cost for each expert: K^3/3 for the factor, N K^2 for the feedback, and 256 roundings a weight.
-Limits: results depend on the order of FP32 sums, so on the device and its libraries.
+Inside a block of 16 the order of every operation is fixed (`gptq_block`, and a kernel with the same
+bits for GPUs); feedback between blocks is a GEMM, of 16 columns inside a window of 128 and of 128
+from all that lies before it. Weights are held with N last, which suits both.
+
+Cost for each expert: K^3/3 for the factor, N K^2 for the feedback, and 272 roundings a weight, each
+with the feedback inside its block.
+Limits: results depend on the order of FP32 sums in GEMMs, so on the device and its libraries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from beamq.calib import gptq_block
 from beamq.errors import CalibrationError
-from beamq.formats.numerics import E2M1_MAX, NVFP4_BLOCK, e2m1_codes, e2m1_values, pack_nibbles
-from beamq.formats.nvfp4 import max_block_scales
-from beamq.formats.sweep import LARGEST, SMALLEST, candidate_offsets
+from beamq.formats.numerics import NVFP4_BLOCK
+from beamq.model import gpu_support
 
 DAMPING = 0.1
 LOOKAHEAD = 128  # columns whose feedback from all earlier ones is one GEMM
@@ -97,83 +103,50 @@ class RoundedExperts:
 def round_experts(
     w_ENK: torch.Tensor, feedback: Feedback, global_scale_E: torch.Tensor
 ) -> RoundedExperts:
-    """GPTQ over all columns. `w_ENK` is FP32; K a multiple of 16."""
+    """GPTQ over all columns. `w_ENK` in any float dtype; K a multiple of 16."""
     experts, n, k = w_ENK.shape
-    codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=w_ENK.device)
-    scales = torch.empty(experts, n, k // NVFP4_BLOCK, dtype=torch.uint8, device=w_ENK.device)
-    error_ENK = torch.zeros_like(w_ENK)
+    device, round_block = w_ENK.device, block_rounder(w_ENK.device)
+    codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(experts, n, k // NVFP4_BLOCK, dtype=torch.uint8, device=device)
+    # Weights of columns to come, and w - rounded of those that are done.
+    error_EKN = torch.empty(experts, k, n, device=device).copy_(w_ENK.transpose(1, 2))
     for start in range(0, k, LOOKAHEAD):
         end = min(start + LOOKAHEAD, k)
-        moved_ENW = w_ENK[:, :, start:end].clone()
-        if start:
-            moved_ENW.baddbmm_(error_ENK[:, :, :start], feedback.unit_EKK[:, :start, start:end])
+        moved_EWN = _moved(error_EKN[:, start:end], error_EKN, feedback, 0, start, end)
         for first in range(start, end, NVFP4_BLOCK):
-            here = slice(first, first + NVFP4_BLOCK)
-            moved_EN16 = moved_ENW[:, :, first - start : first - start + NVFP4_BLOCK]
-            if first > start:
-                moved_EN16 = torch.baddbmm(
-                    moved_EN16,
-                    error_ENK[:, :, start:first],
-                    feedback.unit_EKK[:, start:first, here],
-                )
-            code_EN16, scale_EN, error_EN16 = round_block(
-                moved_EN16,
-                w_ENK[:, :, here],
-                feedback.unit_EKK[:, here, here],
-                feedback.pivot_EK[:, here],
+            last = first + NVFP4_BLOCK
+            moved_E16N = moved_EWN[:, first - start : last - start]
+            round_block(
+                _moved(moved_E16N, error_EKN, feedback, start, first, last),
+                error_EKN[:, first:last],
+                feedback.unit_EKK[:, first:last, first:last],
+                feedback.pivot_EK[:, first:last],
                 global_scale_E,
+                codes[:, :, first // 2 : last // 2],
+                scales[:, :, first // NVFP4_BLOCK],
             )
-            error_ENK[:, :, here] = error_EN16
-            codes[:, :, first // 2 : first // 2 + NVFP4_BLOCK // 2] = pack_nibbles(code_EN16)
-            scales[:, :, first // NVFP4_BLOCK] = scale_EN
     return RoundedExperts(codes=codes, block_scale=scales.view(torch.float8_e4m3fn))
 
 
-def round_block(
-    moved_EN16: torch.Tensor,
-    w_EN16: torch.Tensor,
-    unit_E16: torch.Tensor,
-    pivot_E16: torch.Tensor,
-    global_scale_E: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, scale codes and w - rounded of one block, by the best of the candidates."""
-    g_E1 = global_scale_E.view(-1, 1)
-    middle_EN = max_block_scales(moved_EN16, g_E1).view(torch.uint8).to(torch.int16)
-    offsets = torch.tensor(candidate_offsets(), dtype=torch.int16, device=w_EN16.device)
-    code_CEN = (middle_EN + offsets.view(-1, 1, 1)).clamp_(SMALLEST, LARGEST).to(torch.uint8)
-    step_CEN = code_CEN.view(torch.float8_e4m3fn).float().mul_(g_E1)
-    loss_CEN, _ = _in_order(moved_EN16, w_EN16, unit_E16, pivot_E16, step_CEN)
-    best_1EN = loss_CEN.argmin(dim=0, keepdim=True)  # the first of equals: `max` rule's own
-    step_1EN = step_CEN.gather(0, best_1EN)
-    _, x = _in_order(moved_EN16, w_EN16, unit_E16, pivot_E16, step_1EN)
-    code_EN16 = e2m1_codes(torch.stack(x, dim=-1).squeeze(0) / step_1EN.squeeze(0).unsqueeze(-1))
-    rounded_EN16 = e2m1_values(code_EN16).mul_(step_1EN.squeeze(0).unsqueeze(-1))
-    return code_EN16, code_CEN.gather(0, best_1EN).squeeze(0), w_EN16 - rounded_EN16
+def _moved(
+    base_EWN: torch.Tensor,
+    error_EKN: torch.Tensor,
+    feedback: Feedback,
+    begin: int,
+    first: int,
+    last: int,
+) -> torch.Tensor:
+    """`base` of columns first .. last, moved by the errors of columns begin .. first."""
+    if begin == first:
+        return base_EWN
+    unit_EWB = feedback.unit_EKK[:, begin:first, first:last].transpose(1, 2)
+    return torch.baddbmm(base_EWN, unit_EWB, error_EKN[:, begin:first])
 
 
-def _in_order(
-    moved_EN16: torch.Tensor,
-    w_EN16: torch.Tensor,
-    unit_E16: torch.Tensor,
-    pivot_E16: torch.Tensor,
-    step_CEN: torch.Tensor,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The block's share of the loss for each candidate, and what was rounded in each column."""
-    x = [moved_EN16[..., j].expand_as(step_CEN) for j in range(NVFP4_BLOCK)]
-    loss_CEN = torch.zeros_like(step_CEN)
-    for j in range(NVFP4_BLOCK):
-        rounded_CEN = _nearest(x[j] / step_CEN).mul_(step_CEN)
-        missed_CEN = x[j] - rounded_CEN
-        loss_CEN.addcmul_(missed_CEN.square_(), pivot_E16[:, j : j + 1])
-        error_CEN = w_EN16[..., j] - rounded_CEN
-        for k in range(j + 1, NVFP4_BLOCK):
-            x[k] = torch.addcmul(x[k], error_CEN, unit_E16[:, j, k].view(-1, 1))
-    return loss_CEN, x
+def block_rounder(device: torch.device) -> Callable[..., None]:
+    """`gptq_block.round_block`, or on GPUs the kernel that gives the same bits."""
+    if gpu_support.refusal(device) is not None:
+        return gptq_block.round_block
+    from beamq.formats.kernels import gpu_gptq  # Triton
 
-
-def _nearest(q: torch.Tensor) -> torch.Tensor:
-    """The E2M1 value nearest to FP32 `q`; ties are to the even code, as everywhere."""
-    q = q.clamp(-E2M1_MAX, E2M1_MAX)
-    size = q.abs()
-    fine = torch.where(size < 2, q.mul(2).round_().mul_(0.5), q.round())
-    return torch.where(size < 4, fine, q.mul(0.5).round_().mul_(2))
+    return gpu_gptq.round_block

@@ -83,6 +83,11 @@ class LayerStream:
         for first, count in self._slices(index) or ():
             yield self.loader.experts(index, first, count)
 
+    def in_one_slice(self, index: int) -> bool:
+        """Whether the experts that are wanted of a layer come as a single slice, or none."""
+        slices = self._slices(index)
+        return slices is not None and len(slices) <= 1
+
     def _slices(self, index: int) -> list[tuple[int, int]] | None:
         """(first, count) of a layer's slices; None if it is loaded whole."""
         every = self._slice is None and self._experts is None

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,7 +45,7 @@ from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm
 from beamq.model.moe import Dispatch, ExpertSlice, add_slice, begin, finish
 from beamq.model.observe import Observer, Observers
-from beamq.model.visit import ExpertVisitor
+from beamq.model.visit import ExpertVisitor, VisitedLayer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -182,6 +182,8 @@ class LayerPass:
         mlp = weights.mlp
         visited = self._visitor is not None and self._visitor.wants(weights.index)
         if isinstance(mlp, SparseMlp) and (visited or not isinstance(mlp.experts, tuple)):
+            if visited and self._stream.in_one_slice(weights.index):
+                mlp = replace(mlp, experts=tuple(mlp.experts))  # kept for the visit
             self._sliced(weights, mlp, batches)
             return
         for number, batch in enumerate(batches):
@@ -241,7 +243,19 @@ class LayerPass:
             for number, plan in enumerate(plans):
                 yield mlp_input(self._shelf.get(number), weights, self._config), plan
 
-        visitor.visit(weights.index, parts, inputs)
+        visitor.visit(
+            VisitedLayer(
+                layer=weights.index,
+                parts=parts,
+                inputs=inputs,
+                rows_E=tuple(
+                    sum(plan.offsets[expert + 1] - plan.offsets[expert] for plan in plans)
+                    for expert in range(self._config.num_experts)
+                ),
+                exchange=self._exchange,
+                device=self._stream.loader.device,
+            )
+        )
 
     def _experts(self, weights: LayerWeights, mlp: SparseMlp, plans: Sequence[Dispatch]) -> None:
         """Slices outside, batches inside; the sums of batches lie behind their states."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import pytest
 import safetensors_edit as st
 import torch
 
-from beamq.calib import expert_rounding, state
+from beamq.calib import expert_moments, expert_rounding, state
 from beamq.calib.data import load_calibration_data
 from beamq.calib.forward import LayerDone
 from beamq.checkpoint import open_checkpoint
@@ -105,7 +106,7 @@ def test_slices_and_few_experts_at_a_time_give_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = BeamConfig.from_dict(json.loads((beam_nano / "config.json").read_text()))
-    monkeypatch.setitem(expert_rounding.CHUNK_NBYTES, "cpu", 1_000_000)  # two or three experts
+    monkeypatch.setitem(expert_moments.CHUNK_NBYTES, "cpu", 1_000_000)  # two or three experts
     with open_checkpoint(beam_nano) as checkpoint:
         sizes = layer_bytes(checkpoint, config, torch.bfloat16)
         batch = SMALL["samples"] * SMALL["sequence_length"]
@@ -221,14 +222,62 @@ def test_it_needs_a_text(beam_nano: Path, tmp_path: Path, option: str) -> None:
         quantize(beam_nano, tmp_path / "out", recipe="nvfp4-gptq", **given)
 
 
-def test_ranks_are_refused(
-    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from beamq.calib.options import CalibrationOptions
-    from beamq.conversion import one_pass
-    from beamq.plan import make_plan
-    from beamq.ranks import Ranks
+def two_ranks(source: Path, output: Path, *, kill: int = 99, **options: Any) -> list[str]:
+    """`quantize` on two ranks; the second kills itself after layer `kill`. Their error output."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    script = (
+        "import os, signal, sys; from beamq.conversion.quantize import quantize;"
+        "from beamq.calib import state; state.COST_SHARE = 0;"
+        "from beamq.conversion import visited_experts as v; done = v.VisitedExperts.finish_layer\n"
+        "def finish(self, layer, scale):\n"
+        f"    if layer == {kill} and self._ranks.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    done(self, layer, scale)\n"
+        "v.VisitedExperts.finish_layer = finish\n"
+        f"quantize(sys.argv[1], sys.argv[2], device='cpu', **{options!r})"
+    )
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(source), str(output)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": port},
+            stderr=subprocess.PIPE,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=240)[1].decode() for process in started]
+    failed = [process.returncode for process in started]
+    assert any(failed) == (kill != 99), errors
+    return errors
 
-    plan = make_plan(beam_nano, "nvfp4-gptq")
-    with pytest.raises(UsageError, match="start it without torchrun"):
-        one_pass._check_exact(plan, CalibrationOptions(), Ranks(rank=0, world=2))
+
+# 64 tokens leave every expert with fewer rows than inputs: all are drawn to a sum over both ranks.
+@pytest.mark.parametrize("tokens", [{}, {"samples": 1, "sequence_length": 64}])
+def test_two_ranks_end_with_the_same_bytes(
+    beam_nano: Path, tmp_path: Path, tokens: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"recipe": "nvfp4-gptq", **SHARDED, **tokens}
+    quantize(beam_nano, tmp_path / "one", device="cpu", **options)
+    two_ranks(beam_nano, tmp_path / "two", **options)
+    assert tensors_of(tmp_path / "two") == tensors_of(tmp_path / "one")
+    manifests = [(tmp_path / name / "beamq.json").read_bytes() for name in ("one", "two")]
+    assert manifests[0] == manifests[1]
+
+
+@pytest.mark.parametrize("ranks_that_go_on", [1, 2])
+def test_a_rank_that_is_killed_leaves_a_resumable_output(
+    made: Callable[[str], Path], beam_nano: Path, tmp_path: Path, ranks_that_go_on: int
+) -> None:
+    options: dict[str, Any] = {"recipe": "nvfp4-gptq", **SHARDED}
+    errors = two_ranks(beam_nano, tmp_path / "out", kill=6, **options)
+    assert "another rank" in errors[0]
+    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.safe*s")}
+    assert finished
+    if ranks_that_go_on == 2:
+        two_ranks(beam_nano, tmp_path / "out", resume=True, **options)
+    else:
+        quantize(beam_nano, tmp_path / "out", device="cpu", resume=True, **options)
+    assert tensors_of(tmp_path / "out") == tensors_of(made("nvfp4-gptq"))
+    for name, moment in finished.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == moment, name

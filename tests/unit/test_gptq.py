@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from beamq.calib import gptq
+from beamq.calib import gptq, gptq_block
 from beamq.errors import CalibrationError
 from beamq.formats import nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, unpack_nibbles
@@ -144,3 +144,23 @@ def test_few_rows_are_drawn_to_the_pool() -> None:
     torch.testing.assert_close(alone[0], torch.eye(4))
     diagonal = gptq.shrunk(torch.ones(1, 4), torch.tensor([1.0]), torch.full((4,), 2.0), 1.0)
     torch.testing.assert_close(diagonal, torch.full((1, 4), 0.25 + 0.75 * 2))
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e30])
+def test_weights_near_the_ends_of_fp32(size: float) -> None:
+    """Where squares or a reciprocal leave the range, codes are still those of the weights."""
+    w = random(2, 8, 48) * size
+    scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))
+    rounded = gptq.round_experts(w, gptq.factorize(moments(2, 48)), scale)
+    error = decoded(rounded, scale).div(size).sub(w / size).double()
+    assert float(error.square().mean().sqrt()) < 0.25
+
+
+def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, feedback = random(3, 40, 64) * 0.02, gptq.factorize(moments(3, 64))
+    scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))
+    whole = gptq.round_experts(w, feedback, scale)
+    monkeypatch.setitem(gptq_block.PIECE_ELEMENTS, "cpu", 3 * 16 * 7)  # seven rows
+    again = gptq.round_experts(w, feedback, scale)
+    assert torch.equal(whole.codes, again.codes)
+    assert torch.equal(whole.block_scale.view(torch.uint8), again.block_scale.view(torch.uint8))
