@@ -40,7 +40,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
     plan = result.plan
     manifest = result.manifest or {}
     share = plan.quantized_parameters / plan.total_parameters
-    rate = plan.source_nbytes / max(result.seconds, 1e-9) / 1e9
+    rate = show_bytes(round(plan.source_nbytes / max(result.seconds, 1e-9)))
     shards = f"{len(plan.shards)}"
     if result.resumed_shards:
         shards += f", {result.resumed_shards} of them from the earlier run"
@@ -50,7 +50,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
         ("quantized", f"{share:.1%} of the weights, {plan.bits_per_weight:.2f} bits a weight"),
         ("size", f"{show_bytes(plan.tensor_nbytes)}, from {show_bytes(plan.source_nbytes)}"),
         ("shards", shards),
-        ("time", f"{show_seconds(result.seconds)}, {rate:.2f} GB/s of source"),
+        ("time", f"{show_seconds(result.seconds)}, {rate}/s of source"),
         ("converted by", result.engine),
     ]
     if plan.recipe.format == "nvfp4":

@@ -673,13 +673,6 @@ def test_what_cannot_be_asked_is_an_error(
         verify(nano_copy)
 
 
-def test_an_unquantized_checkpoint_fails_and_says_so(beam_nano: Path) -> None:
-    report = verify(beam_nano, sample=0)
-    assert {"config.declared", "manifest.present"} <= failed(report)
-    assert report.format == "undeclared"
-    assert "not quantized" in report.check("config.declared").detail
-
-
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"weight_map": 3}'])
 @pytest.mark.parametrize("name", [INDEX_NAME, "beamq.json", "hf_quant_config.json"])
 def test_garbage_in_small_files_is_a_finding(
