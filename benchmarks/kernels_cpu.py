@@ -73,10 +73,14 @@ class Bench:
     def c(self) -> dict[str, Callable[[], object]]:
         src, codes, scales = self.source, self.codes, self.block_scales
         codes8, scales8, out, g = self.fp8_codes, self.row_scales, self.decoded, self.scale
+        swept, swept_scales = np.zeros_like(codes), np.zeros_like(scales)
         calls: dict[str, Callable[[slice], object]] = {
             "amax": lambda r: cpu.amax(src[r], "BF16"),
             "nvfp4_quantize": lambda r: cpu.nvfp4_quantize(
                 src[r], "BF16", K, g, codes[r], scales[r]
+            ),
+            "nvfp4_sweep": lambda r: cpu.nvfp4_quantize(
+                src[r], "BF16", K, g, swept[r], swept_scales[r], scales="sweep"
             ),
             "nvfp4_dequantize": lambda r: cpu.nvfp4_dequantize(
                 codes[r], scales[r], K, g, out[r], "BF16"

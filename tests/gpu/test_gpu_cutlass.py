@@ -17,7 +17,7 @@ from beamq.model.activation import swiglu
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.beam import decoder_layer
 from beamq.model.gemm import engine
-from beamq.model.linear import DenseWeight, LinearWeight, gemm_backend
+from beamq.model.linear import DenseWeight, Gemm, LinearWeight, gemm_backend
 from beamq.model.logits import logits
 from benchmarks.random_layer import REAL, random_layer
 
@@ -86,47 +86,52 @@ def _converted(source: Path, output: Path) -> Path:
     return output
 
 
-@pytest.mark.parametrize("gemm", BOUNDS)
 @pytest.mark.parametrize("model", ["nano_fp8", "mini_fp8"])
 def test_products_and_logits_of_a_model(
-    cuda: torch.device, request: pytest.FixtureRequest, model: str, gemm: str
+    cuda: torch.device, request: pytest.FixtureRequest, model: str
 ) -> None:
     checkpoint: Path = request.getfixturevalue(model)
     torch.manual_seed(0)
     ids = torch.randint(0, 2048, LENGTHS)
-    witness = Witness(gemm)
-    logits(checkpoint, ids, device=cuda, gemm=witness)
-    assert len(witness.errors) > 16, "the model's linears are not FP8"
-    worst = max(witness.errors)
-    assert worst[0] < BOUNDS[gemm], worst
-    # Beside exact activations both are as far off as BF16 and its effect on quantizers make them.
     exact = logits(checkpoint, ids, dtype=torch.float32)
     emulated = logits(checkpoint, ids, device=cuda, gemm="reference").cpu()
-    got = logits(checkpoint, ids, device=cuda, gemm=gemm).cpu()
     noise = float((emulated - exact).abs().mean())
-    assert float((got - exact).abs().mean()) < 1.15 * noise
-    assert float((got - emulated).abs().mean()) < 1.5 * noise
+    for gemm, bound in BOUNDS.items():
+        witness = Witness(gemm)
+        logits(checkpoint, ids, device=cuda, gemm=witness)
+        assert len(witness.errors) > 16, "the model's linears are not FP8"
+        worst = max(witness.errors)
+        assert worst[0] < bound, worst
+        # Beside exact activations, as far off as BF16 and its effect on quantizers make any.
+        got = logits(checkpoint, ids, device=cuda, gemm=gemm).cpu()
+        away = [float((got - other).abs().mean()) / noise for other in (exact, emulated)]
+        print(f"{model} {gemm}: worst product {worst[0]:.1e}, logits {away} of BF16's noise")
+        assert away[0] < 1.15
+        assert away[1] < 1.5
 
 
-@pytest.mark.parametrize("gemm", BOUNDS)
 @pytest.mark.parametrize(("kind", "mlp"), [("sliding", "sparse"), ("full", "dense")])
-def test_products_of_a_real_width_layer(cuda: torch.device, kind: str, mlp: str, gemm: str) -> None:
+def test_products_of_a_real_width_layer(cuda: torch.device, kind: str, mlp: str) -> None:
     weights = random_layer(REAL, kind, mlp, "fp8", cuda)
     layout, table = SequenceLayout(lengths=(640, 384)), position_table(REAL, 640, cuda)
     torch.manual_seed(1)
     h_TK = torch.randn(1024, REAL.hidden_size, device=cuda).bfloat16()
-    witness = Witness(gemm)
-    with torch.inference_mode():
-        decoder_layer(h_TK, weights, REAL, layout, table, gemm=witness)
-        outputs = [
-            decoder_layer(h_TK, weights, REAL, layout, table, gemm=gemm_backend(name)).double()
-            for name in ("reference", gemm)
-        ]
-    assert len(witness.errors) == 4
-    worst = max(witness.errors)
-    assert worst[0] < BOUNDS[gemm], worst
+
+    def run(gemm: Gemm) -> torch.Tensor:
+        with torch.inference_mode():
+            return decoder_layer(h_TK, weights, REAL, layout, table, gemm=gemm).double()
+
+    emulated, h = run(gemm_backend("reference")), h_TK.double()
     # What the layer adds: the stream is an average, so h stays in it with some factor.
-    h = h_TK.double()
-    added = outputs[0] - h * ((h * outputs[0]).sum() / h.square().sum())
-    apart = (outputs[1] - outputs[0]).norm(dim=1) / added.norm(dim=1)
-    assert float(apart.median()) < 6e-2
+    added = emulated - h * ((h * emulated).sum() / h.square().sum())
+    for gemm, bound in BOUNDS.items():
+        witness = Witness(gemm)
+        run(witness)
+        assert len(witness.errors) == 4
+        worst = max(witness.errors)
+        assert worst[0] < bound, worst
+        away = float(
+            ((run(gemm_backend(gemm)) - emulated).norm(dim=1) / added.norm(dim=1)).median()
+        )
+        print(f"{kind} {mlp} {gemm}: worst product {worst[0]:.1e}, median token {away:.1e}")
+        assert away < 6e-2

@@ -113,6 +113,26 @@ def test_ties_keep_the_max_rule(backend: Any) -> None:
     assert (codes, scales) == plain
 
 
+@pytest.mark.parametrize("global_scale", [2.0**-12, 1.0])
+def test_ties_between_candidates(backend: Any, global_scale: float) -> None:
+    """Two small whole numbers and zeros make errors equal, a scale above with one below too."""
+    rng = np.random.default_rng(5)
+    first, second = rng.integers(1, 16, (2, 1024, 1)).astype(np.float64)
+    lone = np.where(np.arange(16) == 3, first + second, first)
+    mixed = np.where(rng.random((1024, 16)) < 0.5, first, second)
+    mixed *= rng.random((1024, 16)) < rng.random((1024, 1))
+    size = 2.0 ** rng.integers(-6, 9, (2048, 1)) * global_scale
+    values = np.concatenate((lone, mixed)) * size * rng.choice([-1, 1], (2048, 16))
+    data = encoded(values.reshape(-1), "BF16")
+    got = swept(backend, data, "BF16", 64, global_scale)
+    assert got == swept(twin, data, "BF16", 64, global_scale)
+    by_max = bytearray(2048)
+    twin.nvfp4_quantize(data, "BF16", 64, global_scale, bytearray(16384), by_max)
+    moved = np.frombuffer(got[1], np.uint8).astype(int) - np.frombuffer(by_max, np.uint8)
+    assert (moved < 0).sum() > 100
+    assert (moved > 0).sum() > 100
+
+
 def test_known_blocks(backend: Any) -> None:
     """A lone large value among equal ones: the scale that suits the fifteen clips the one."""
     values = np.array([0.95] * 15 + [7.0])

@@ -5,17 +5,21 @@
  * candidate's error is one flat loop over blocks in which nothing is exchanged between lanes: each
  * block has its own scale in its own lane, and the 16 squares are added in registers.
  *
- * Rounding onto E2M1 needs no code here, only the distance to the nearest value: adding and taking
- * away 1.5*2^(22+e) rounds to the grid's spacing at 2^e, with e held between 0 and 2.
+ * Rounding onto E2M1 needs no code here, only the distance to the nearest value: 2^22 times a number
+ * of q's own binade has units of the grid's spacing there, and taking q away from it rounds q.
+ *
+ * Below the `max` rule's scale a block's largest value is clipped, and rounding is monotone: the
+ * error is at least that one value's squared distance from 6, as computed. So scales above come
+ * first, then those below, and where the bound exceeds the least error so far in all blocks of a
+ * group, the candidate is passed over. Ties are decided as if the order were the twin's.
  */
 #ifndef BEAMQ_SWEEP_H
 #define BEAMQ_SWEEP_H
 
 #include "_quantize.h"
 
-enum { CANDIDATES = 16, SWEEP_BELOW = 7, SWEEP_ABOVE = 8, E4M3_TOP = 126 };
-static const int SWEEP_OFFSETS[CANDIDATES] = {0, -7, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 7, 8};
-enum { ONE_BITS = 0x3F800000, SIX_BITS = 0x40C00000 };
+enum { SWEEP_BELOW = 7, SWEEP_ABOVE = 8, E4M3_TOP = 126, GROUP = 16 };
+enum { ONE_AND_A_HALF_BITS = 0x3FC00000, SIX_BITS = 0x40C00000 };
 
 /* Magnitudes by column: value j of block b at j * TILE_BLOCKS + b. */
 INLINE void tile_columns(const void *src, int dtype, float *columns) {
@@ -25,64 +29,124 @@ INLINE void tile_columns(const void *src, int dtype, float *columns) {
                 as_float(load_bits(src, (size_t)(b * BLOCK + j), dtype) & ABS_MASK);
 }
 
-/* Squared distance of x * reciprocal from the nearest E2M1 value. Magnitudes compare like their
- * bits, and integer minima stay minima (of floats, compilers make three branches). */
-INLINE float sweep_square(float x, float reciprocal) {
+/* Squared distance of x * reciprocal from the nearest E2M1 value. Above 7 it has to be clipped.
+ * Magnitudes compare like their bits, and integer minima stay minima (of floats, compilers make
+ * three branches). A tie may go to the other neighbour, which is as far away. */
+INLINE float sweep_square(float x, float reciprocal, int clip) {
     const float q = x * reciprocal;
-    const int32_t bits = (int32_t)as_bits(q);
-    const int32_t inside = bits < SIX_BITS ? bits : SIX_BITS;
-    const int32_t floor = inside > ONE_BITS ? inside : ONE_BITS;
-    const float magic = as_float(((u32)floor & INF_BITS) + ((22u << 23) + 0x400000u));
-    const float distance = q - ((as_float((u32)inside) + magic) - magic);
+    int32_t inside = (int32_t)as_bits(q);
+    if (clip) inside = inside < SIX_BITS ? inside : SIX_BITS;
+    const int32_t base = inside > ONE_AND_A_HALF_BITS ? inside : ONE_AND_A_HALF_BITS;
+    const float up = as_float((u32)base) * 0x1p22f;
+    const float distance = q - (up - (up - as_float((u32)inside)));
     return distance * distance;
 }
 
-INLINE float sweep_term(const float *x, const float *weight, int j, float reciprocal) {
-    const float square = sweep_square(x[j * TILE_BLOCKS], reciprocal);
+INLINE float sweep_term(const float *x, const float *weight, int j, float reciprocal, int clip) {
+    const float square = sweep_square(x[j * TILE_BLOCKS], reciprocal, clip);
     return weight ? square * weight[j * TILE_BLOCKS] : square;
 }
 
 /* Neighbours are added first, then pairs of neighbours: the twin's order. */
-INLINE float sweep_four(const float *x, const float *weight, int j, float r) {
-    return (sweep_term(x, weight, j, r) + sweep_term(x, weight, j + 1, r)) +
-           (sweep_term(x, weight, j + 2, r) + sweep_term(x, weight, j + 3, r));
+INLINE float sweep_four(const float *x, const float *weight, int j, float r, int clip) {
+    return (sweep_term(x, weight, j, r, clip) + sweep_term(x, weight, j + 1, r, clip)) +
+           (sweep_term(x, weight, j + 2, r, clip) + sweep_term(x, weight, j + 3, r, clip));
 }
 
-INLINE float sweep_sum(const float *x, const float *weight, float r) {
-    return (sweep_four(x, weight, 0, r) + sweep_four(x, weight, 4, r)) +
-           (sweep_four(x, weight, 8, r) + sweep_four(x, weight, 12, r));
+INLINE float sweep_sum(const float *x, const float *weight, float r, int clip) {
+    return (sweep_four(x, weight, 0, r, clip) + sweep_four(x, weight, 4, r, clip)) +
+           (sweep_four(x, weight, 8, r, clip) + sweep_four(x, weight, 12, r, clip));
 }
 
-/* Try the scale `offset` codes from the `max` rule's, which is offset 0 and has to be the first. */
-INLINE void sweep_try(const float *columns, const float *weights, const int32_t *middle, int offset,
-                      float global, float *best, int32_t *chosen) {
-    for (int b = 0; b < TILE_BLOCKS; b++) {
-        int32_t code = middle[b] + offset;
-        code = code > 1 ? code : 1;
-        code = code < E4M3_TOP ? code : E4M3_TOP;
+INLINE int32_t sweep_code(int32_t middle, int offset) {
+    const int32_t code = middle + offset > 1 ? middle + offset : 1;
+    return code < E4M3_TOP ? code : E4M3_TOP;
+}
+
+/* A group of neighbouring blocks: what is known of each, and its best code (0: none yet). */
+typedef struct {
+    const float *columns, *weights; /* weights may be null */
+    float global;
+    float peak[GROUP], best[GROUP];
+    int32_t middle[GROUP], chosen[GROUP];
+} sweep_group;
+
+/* Try the scales `offset` codes from the `max` rule's; offset 0 has to be the first. */
+INLINE void sweep_try(sweep_group *g, int offset, int clip) {
+    for (int b = 0; b < GROUP; b++) {
+        const int32_t code = sweep_code(g->middle[b], offset);
         const float scale = e4m3_value((u32)code);
-        const float sum =
-            sweep_sum(columns + b, weights ? weights + b : weights, 1.0f / (scale * global));
+        const float sum = sweep_sum(g->columns + b, g->weights ? g->weights + b : g->weights,
+                                    1.0f / (scale * g->global), clip);
         const float error = sum * (scale * scale);
-        const int better = (error < best[b]) | (chosen[b] == 0); /* a NaN is never better */
-        best[b] = better ? error : best[b];
-        chosen[b] = better ? code : chosen[b];
+        /* A NaN is never better, and a tie goes to the `max` rule's own, then to the smallest. */
+        const int wins_ties = (offset < 0) & (g->chosen[b] != g->middle[b]);
+        const int better = (error < g->best[b]) | ((error == g->best[b]) & wins_ties) |
+                           (g->chosen[b] == 0);
+        g->best[b] = better ? error : g->best[b];
+        g->chosen[b] = better ? code : g->chosen[b];
     }
 }
 
-/* Codes and scales of a tile that was just quantized by the `max` rule (`scales` holds those). */
-INLINE void sweep_tile(const void *src, int dtype, const float *weights, float global, u8 *codes,
-                       u8 *scales) {
-    float columns[TILE], best[TILE_BLOCKS], step[TILE_BLOCKS];
-    int32_t middle[TILE_BLOCKS], chosen[TILE_BLOCKS];
+/* Whether no block can gain by the scales `offset` codes below, weights being 1. */
+INLINE int sweep_hopeless(const sweep_group *g, int offset) {
+    int32_t hopeful = 0;
+    for (int b = 0; b < GROUP; b++) {
+        const float scale = e4m3_value((u32)sweep_code(g->middle[b], offset));
+        const float clipped = g->peak[b] * (1.0f / (scale * g->global)) - 6.0f;
+        const float distance = clipped > 0.0f ? clipped : 0.0f;
+        const float least = (distance * distance) * (scale * scale);
+        const int lost = (least > g->best[b]) |
+                         ((least == g->best[b]) & (g->chosen[b] == g->middle[b]));
+        hopeful |= !lost;
+    }
+    return !hopeful;
+}
+
+/* Whether all quotients stay below 7 with the `max` rule's scales, and so with larger ones. */
+INLINE int sweep_fits(const sweep_group *g) {
+    int32_t above = 0;
+    for (int b = 0; b < GROUP; b++) {
+        const float step = e4m3_value((u32)g->middle[b]) * g->global;
+        above |= !(g->peak[b] * (1.0f / step) < 7.0f);
+    }
+    return !above;
+}
+
+INLINE void sweep_blocks(sweep_group *g, int prune) {
+    for (int b = 0; b < GROUP; b++) {
+        int32_t peak = 0;
+        for (int j = 0; j < BLOCK; j++) {
+            const int32_t bits = (int32_t)as_bits(g->columns[j * TILE_BLOCKS + b]);
+            peak = bits > peak ? bits : peak;
+        }
+        g->peak[b] = as_float((u32)peak);
+    }
+    for (int b = 0; b < GROUP; b++) g->best[b] = 0.0f, g->chosen[b] = 0;
+    if (sweep_fits(g))
+        for (int offset = 0; offset <= SWEEP_ABOVE; offset++) sweep_try(g, offset, 0);
+    else
+        for (int offset = 0; offset <= SWEEP_ABOVE; offset++) sweep_try(g, offset, 1);
+    for (int offset = -1; offset >= -SWEEP_BELOW; offset--)
+        if (!prune || !sweep_hopeless(g, offset)) sweep_try(g, offset, 1);
+}
+
+/* Codes and scales of a tile that was just quantized by the `max` rule (`scales` holds those).
+ * Candidates are passed over with `prune`, which asks for weights of 1 or none. */
+INLINE void sweep_tile(const void *src, int dtype, const float *weights, int prune, float global,
+                       u8 *codes, u8 *scales) {
+    float columns[TILE], step[TILE_BLOCKS];
     tile_columns(src, dtype, columns);
-    for (int b = 0; b < TILE_BLOCKS; b++) middle[b] = scales[b], best[b] = 0.0f;
-    for (int b = 0; b < TILE_BLOCKS; b++) chosen[b] = 0; /* so that the first is taken */
-    for (int i = 0; i < CANDIDATES; i++)
-        sweep_try(columns, weights, middle, SWEEP_OFFSETS[i], global, best, chosen);
-    for (int b = 0; b < TILE_BLOCKS; b++) {
-        scales[b] = (u8)chosen[b];
-        step[b] = e4m3_value((u32)chosen[b]) * global;
+    for (int first = 0; first < TILE_BLOCKS; first += GROUP) {
+        sweep_group g = {.columns = columns + first,
+                         .weights = weights ? weights + first : weights,
+                         .global = global};
+        for (int b = 0; b < GROUP; b++) g.middle[b] = scales[first + b];
+        sweep_blocks(&g, prune);
+        for (int b = 0; b < GROUP; b++) {
+            scales[first + b] = (u8)g.chosen[b];
+            step[first + b] = e4m3_value((u32)g.chosen[b]) * global;
+        }
     }
     nvfp4_encode_tile(src, dtype, step, codes);
 }
@@ -103,10 +167,10 @@ INLINE void tile_words(const void *src, size_t width, int dtype, u32 *words) {
     for (size_t i = n; i < TILE; i++) words[i] = 0;
 }
 
-INLINE void sweep_whole_tile(const void *tile, int dtype, const float *weights, float global,
-                             u8 *codes, u8 *scales, nvfp4_counts *counts) {
+INLINE void sweep_whole_tile(const void *tile, int dtype, const float *weights, int prune,
+                             float global, u8 *codes, u8 *scales, nvfp4_counts *counts) {
     nvfp4_scales_tile(tile, dtype, global, scales, counts);
-    sweep_tile(tile, dtype, weights, global, codes, scales);
+    sweep_tile(tile, dtype, weights, prune, global, codes, scales);
 }
 
 /* One compiled path for BF16 without weights, one for all else: this is the largest code here. */
@@ -122,7 +186,7 @@ INLINE nvfp4_counts nvfp4_sweep_body(const void *src, size_t blocks, int dtype, 
         const char *tile = (const char *)src + b * BLOCK * item_size(dtype);
         u8 tile_codes[TILE_BYTES], tile_scales[TILE_BLOCKS];
         if (dtype == BF16 && !weights && width == TILE_BLOCKS) {
-            sweep_whole_tile(tile, BF16, 0, global, tile_codes, tile_scales, &counts);
+            sweep_whole_tile(tile, BF16, 0, 1, global, tile_codes, tile_scales, &counts);
         } else {
             if (dtype == BF16)
                 tile_words(tile, width, BF16, words);
@@ -131,7 +195,7 @@ INLINE nvfp4_counts nvfp4_sweep_body(const void *src, size_t blocks, int dtype, 
             else
                 tile_words(tile, width, F32, words);
             if (weights) tile_weights(weights, b, row_blocks, own);
-            sweep_whole_tile(words, F32, own, global, tile_codes, tile_scales, &counts);
+            sweep_whole_tile(words, F32, own, !weights, global, tile_codes, tile_scales, &counts);
             counts.zero -= (int64_t)(TILE_BLOCKS - width);
         }
         memcpy(codes + b * BLOCK / 2, tile_codes, width * BLOCK / 2);

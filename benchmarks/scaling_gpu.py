@@ -1,0 +1,199 @@
+"""Many GPUs: calibration and conversion by 1, 2, ... processes, one GPU each, from files in memory.
+
+    python -m benchmarks.scaling_gpu FOLDER [--ranks 1 2 4] [--experts 256] [--samples 256]
+                                            [--recipe nvfp4] [--json FILE]
+
+FOLDER should lie in memory and have room for 80 GB at 256 experts. A synthetic Beam of real width
+is written there (`make_slice.py`: one dense layer, two sparse ones, nano's tokenizer) and taken
+through the command line: `beamq calibrate` and `beamq quantize --no-calibration`, alone and under
+torchrun. Statistics and weight files have to have the bytes of one process.
+
+Calibration counts from the end of one layer to the end of the next, as rank 0 tells them: "layer"
+is the last sparse one, read while the one before was computed, which is what all but the first few
+layers of a real model are; "both" has the time to read the first as well, and saving the state.
+Conversion counts the seconds of its own report. Efficiency is the time of one over N times that of
+N processes (goal for calibration: 0.85 with four).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.make_slice import Slice, make_slice
+from benchmarks.measuring import ROOT, cores_online, weights_nbytes
+
+DENSE, SPARSE = 1, 2
+PIECE = 1 << 26
+LAYER_DONE = re.compile(r"layer (\d+) of (\d+) done")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def make_source(folder: Path, experts: int) -> Path:
+    """The synthetic checkpoint, with a tokenizer that fits its vocabulary."""
+    source = folder / "source"
+    begun = time.monotonic()
+    make_slice(source, Slice(experts=experts, dense_layers=DENSE, sparse_layers=SPARSE), reuse=True)
+    for name in TOKENIZER:
+        shutil.copy(ROOT / "examples" / "beam-nano" / name, source / name)
+    spent = time.monotonic() - begun
+    print(f"source: {weights_nbytes(source) / 1e9:.1f} GB, written in {spent:.0f} s", flush=True)
+    return source
+
+
+def start(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
+    """`beamq` with these arguments, in as many processes; stdout and stderr in one."""
+    launch = [sys.executable, "-m"]
+    if ranks > 1:
+        launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(max(1, cores_online() // ranks)),
+    }
+    return subprocess.Popen(
+        [*launch, "beamq", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def follow(process: subprocess.Popen[str]) -> tuple[str, list[tuple[int, float]]]:
+    """All output, and when each layer was done. Raises `RuntimeError` if the command failed."""
+    lines, done = [], []
+    for line in process.stdout or ():
+        found = LAYER_DONE.search(line)
+        if found:
+            done.append((int(found[1]) - 1, time.monotonic()))
+        lines.append(line)
+    if process.wait():
+        raise RuntimeError(f"exit {process.returncode}\n{''.join(lines)[-3000:]}")
+    return "".join(lines), done
+
+
+def calibrate(source: Path, stats: Path, ranks: int, samples: int) -> dict[str, float]:
+    """Seconds of the last sparse layer, of both, and of the whole process."""
+    begun = time.monotonic()
+    arguments = ["calibrate", str(source), str(stats), "--samples", str(samples), "-v"]
+    _, done = follow(start(ranks, [*arguments, "--sequence-length", "2048", "--overwrite"]))
+    ends = dict(done)
+    if sorted(ends) != list(range(DENSE + SPARSE)):
+        raise RuntimeError(f"layers {sorted(ends)} were told of, expected {DENSE + SPARSE}")
+    last = DENSE + SPARSE - 1
+    return {
+        "layer_s": ends[last] - ends[last - 1],
+        "both_s": ends[last] - ends[DENSE - 1],
+        "process_s": time.monotonic() - begun,
+    }
+
+
+def quantize(source: Path, output: Path, ranks: int, recipe: str) -> dict[str, float]:
+    """Seconds by the command's own report, and of the whole process."""
+    begun = time.monotonic()
+    arguments = ["quantize", str(source), str(output), "--recipe", recipe, "--json"]
+    if recipe.startswith("nvfp4"):
+        arguments.append("--no-calibration")
+    text, _ = follow(start(ranks, [*arguments, "--overwrite"]))
+    report = json.JSONDecoder().raw_decode(text, text.index("\n{\n") + 1 if text[0] != "{" else 0)
+    return {"convert_s": report[0]["seconds"], "process_s": time.monotonic() - begun}
+
+
+def same_bytes(one: Path, other: Path) -> bool:
+    """Whether two files are equal, compared by several threads."""
+    size = one.stat().st_size
+    if size != other.stat().st_size:
+        return False
+
+    def equal(at: int) -> bool:
+        with one.open("rb") as a, other.open("rb") as b:
+            a.seek(at)
+            b.seek(at)
+            return a.read(PIECE) == b.read(PIECE)
+
+    with ThreadPoolExecutor(8) as pool:
+        return all(pool.map(equal, range(0, size, PIECE)))
+
+
+def check_same(one: Path, other: Path) -> None:
+    """Raise `RuntimeError` unless all weight files and the index of two folders are equal."""
+    names = sorted(path.name for path in one.glob("*.safetensors*"))
+    if not names or names != sorted(path.name for path in other.glob("*.safetensors*")):
+        raise RuntimeError(f"{other}: other files than {one}")
+    odd = [name for name in names if not same_bytes(one / name, other / name)]
+    if odd:
+        raise RuntimeError(f"{other}: {', '.join(odd)} differ from {one}")
+
+
+def measure(
+    folder: Path, source: Path, ranks: int, options: argparse.Namespace
+) -> dict[str, float]:
+    """Both commands with so many processes, checked against those of the first."""
+    first, own = options.ranks[0], {"ranks": float(ranks)}
+    stats, output = folder / f"stats-{ranks}.safetensors", folder / f"output-{ranks}"
+    own |= calibrate(source, stats, ranks, options.samples)
+    own["calibrate_process_s"] = own.pop("process_s")
+    own |= quantize(source, output, ranks, options.recipe)
+    if ranks != first:
+        if not same_bytes(folder / f"stats-{first}.safetensors", stats):
+            raise RuntimeError(f"the statistics of {ranks} processes differ from those of {first}")
+        check_same(folder / f"output-{first}", output)
+        shutil.rmtree(output)
+    return own
+
+
+def table(found: list[dict[str, float]], nbytes: int) -> str:
+    """Markdown, efficiency against the first row."""
+
+    def cell(row: dict[str, float], key: str) -> str:
+        work = found[0]["ranks"] * found[0][key]
+        return f"{row[key]:.2f} ({work / (row['ranks'] * row[key]):.2f})"
+
+    lines = ["| GPUs | layer, s | both layers, s | convert, s | GB/s |", "|---|---|---|---|---|"]
+    for row in found:
+        cells = [cell(row, key) for key in ("layer_s", "both_s", "convert_s")]
+        rate = nbytes / row["convert_s"] / 1e9
+        lines.append(f"| {row['ranks']:.0f} | {' | '.join(cells)} | {rate:.1f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 1, 2, 4 as far as GPUs go")
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=256, help="of 2,048 tokens")
+    parser.add_argument("--recipe", default="nvfp4")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    options.ranks = options.ranks or [n for n in (1, 2, 4) if n <= max(gpus, 1)]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    source = make_source(options.folder, options.experts)
+    nbytes, found = weights_nbytes(source), []
+    for ranks in options.ranks:
+        found.append(measure(options.folder, source, ranks, options))
+        print({key: round(value, 3) for key, value in found[-1].items()}, flush=True)
+    name = torch.cuda.get_device_name() if gpus else "no GPU"
+    print(f"{name}, torch {torch.__version__}, {options.samples} x 2,048 tokens, efficiency in ()")
+    print(table(found, nbytes), flush=True)
+    print("statistics and weight files: the same bytes with every number of processes")
+    if options.json:
+        options.json.write_text(json.dumps({"source_nbytes": nbytes, "rows": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
