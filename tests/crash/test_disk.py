@@ -188,8 +188,8 @@ def test_a_disk_that_others_fill_LC3521(
         folder = tmp_path / "disk"
         filler = folder / "filler"
 
-        def fill(*arguments: Any) -> None:
-            genuine(*arguments)
+        def fill(*arguments: Any, **options: Any) -> None:
+            genuine(*arguments, **options)
             with suppress(OSError), filler.open("wb", buffering=0) as stream:
                 while real:
                     stream.write(bytes(1 << 14))

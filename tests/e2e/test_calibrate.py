@@ -35,7 +35,6 @@ from beamq.conversion.journal import OutputLock
 from beamq.errors import (
     AlreadyQuantizedError,
     CalibrationError,
-    DeviceError,
     Interrupted,
     MemoryBudgetError,
     OutputBusyError,
@@ -530,7 +529,7 @@ def test_refusals_before_any_work(beam_nano: Path, nano_copy: Path, tmp_path: Pa
     for options, error, words in (
         ({"data": ["nowhere.txt"]}, CalibrationError, "nowhere.txt"),
         ({"sequence_length": 9000}, UsageError, "max_position_embeddings"),
-        ({"device": "abacus"}, DeviceError, "expected cpu"),
+        ({"device": "abacus"}, UsageError, "expected cpu"),
         ({"gemm": "fast-and-wrong"}, UsageError, "gemm 'fast-and-wrong'"),
     ):
         with pytest.raises(error, match=words):
