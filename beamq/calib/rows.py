@@ -203,7 +203,7 @@ def _look_up(name: str, revision: str | None) -> None:
 
     hub_call(
         f"datasets/{name}",
-        "looking for a dataset of that name",
+        "looking for a dataset of that name (no file or folder here has it)",
         lambda: HfApi().dataset_info(name, revision=revision, timeout=LOOK_UP_SECONDS),
         attempts=2,
     )

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from beamq.eval.checks import RoleError
 from beamq.eval.structure import Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.formats.layout import quantized_tensors
@@ -80,6 +81,41 @@ class Outcome:
             self.first_place = (row + down, column)
         self.out_of_bound += found.out_of_bound
         self.sums.add(found, rows * k)
+
+
+@dataclass(slots=True)
+class RoleTotal:
+    """Sums over the linears of a role, and the worst of them."""
+
+    sums: Sums = field(default_factory=Sums)
+    linears: int = 0
+    worst: str = ""
+    worst_relative: float = -1.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Add one linear."""
+        found = outcome.sums
+        self.linears += 1
+        self.sums.error += found.error
+        self.sums.source += found.source
+        self.sums.worst = max(self.sums.worst, found.worst)
+        self.sums.elements += found.elements
+        # Ties are broken by name, so that thread timing does not show in a report.
+        key = (found.relative_rms, outcome.item.role.module)
+        if key > (self.worst_relative, self.worst):
+            self.worst_relative, self.worst = key
+
+    def result(self, role: str) -> RoleError:
+        """The error of the role."""
+        return RoleError(
+            role=role,
+            linears=self.linears,
+            elements=self.sums.elements,
+            relative_rms=self.sums.relative_rms,
+            worst_linear=self.worst,
+            worst_relative_rms=self.worst_relative,
+            max_abs_error=self.sums.worst,
+        )
 
 
 def plan_items(inventory: Inventory, sources: Mapping[str, SourceRange]) -> list[Item]:

@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +33,7 @@ from beamq.eval.config_checks import (
 )
 from beamq.eval.decoded import Decoded
 from beamq.eval.folder import MANIFEST_NAME, Folder, listed_shards, read_folder
-from beamq.eval.items import Item, Outcome, Sums, plan_items
+from beamq.eval.items import Item, RoleTotal, plan_items
 from beamq.eval.origin import trace_decoded, trace_source
 from beamq.eval.second_opinion import ask_second_opinion
 from beamq.eval.structure import Inventory, check_scalars, take_inventory
@@ -255,7 +254,7 @@ class _Reader:
         examiner = Examiner(self._opened, self._origin, checksums, algorithm, self._folder.manifest)
         threads = workers or _threads()
         nbytes = 0
-        totals: dict[str, _RoleTotal] = {}
+        totals: dict[str, RoleTotal] = {}
         for outcome in examine_all(examiner, items, workers=threads, progress=progress):
             nbytes += outcome.nbytes
             for name, count in outcome.examined.items():
@@ -263,7 +262,7 @@ class _Reader:
             for name, where, detail in outcome.faults:
                 self._ledger.fault(name, where, detail)
             if outcome.sums.elements:
-                totals.setdefault(outcome.item.role.role.value, _RoleTotal()).add(outcome)
+                totals.setdefault(outcome.item.role.role.value, RoleTotal()).add(outcome)
         formats = {item.linear.format for item in items if item.linear is not None}
         for fmt, names in _VALUES_OF.items():
             for name in names if fmt not in formats else ():
@@ -298,36 +297,3 @@ class _Reader:
                 self._ledger.fault(
                     "checksums.shards", shard, "header or tensor list is not what was written"
                 )
-
-
-@dataclass(slots=True)
-class _RoleTotal:
-    """Sums over the linears of a role, and the worst of them."""
-
-    sums: Sums = field(default_factory=Sums)
-    linears: int = 0
-    worst: str = ""
-    worst_relative: float = -1.0
-
-    def add(self, outcome: Outcome) -> None:
-        found = outcome.sums
-        self.linears += 1
-        self.sums.error += found.error
-        self.sums.source += found.source
-        self.sums.worst = max(self.sums.worst, found.worst)
-        self.sums.elements += found.elements
-        # Ties are broken by name, so that thread timing does not show in a report.
-        key = (found.relative_rms, outcome.item.role.module)
-        if key > (self.worst_relative, self.worst):
-            self.worst_relative, self.worst = key
-
-    def result(self, role: str) -> RoleError:
-        return RoleError(
-            role=role,
-            linears=self.linears,
-            elements=self.sums.elements,
-            relative_rms=self.sums.relative_rms,
-            worst_linear=self.worst,
-            worst_relative_rms=self.worst_relative,
-            max_abs_error=self.sums.worst,
-        )
