@@ -88,6 +88,9 @@ class CalibrationPass:
         self._plan = prepared.plan
         self._dtype = getattr(torch, options.dtype)
         self._ranks = prepared.ranks
+        # Largest magnitudes of some batches and of others make those of all; FP64 sums and
+        # percentiles would not, to the bit.
+        self._divided = options.percentile is None and not options.second_moments
         self._state = state
         self._after = after
         self._tap = tap
@@ -127,7 +130,7 @@ class CalibrationPass:
         if final is not None and self._visit is None:
             return final
         cap_kernel_caches()
-        exchange = exchange_for(self._ranks, self._config)
+        exchange = exchange_for(self._ranks, self._config, divided=self._divided)
         saved = self._state.load()
         if saved is not None and self._visit is not None and min(self._visit.wanted) <= saved.layer:
             saved = None  # experts behind it have to be rounded again, and their inputs are gone
@@ -206,7 +209,8 @@ class CalibrationPass:
         return [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
 
     def _finish(self, layer: int, batches: Sequence[Batch]) -> None:
-        record = combine(self._ranks.gather(self._collector.take(layer)))
+        found = self._ranks.gather(self._collector.take(layer))
+        record = combine(found, divided=self._divided)
         hidden = [batch.h_TK for batch in batches]
         self._watch.look(record, hidden)
         routed = {} if record.routed_tokens is None else {layer: record.routed_tokens}

@@ -24,10 +24,11 @@ MAX_DROPPED_SHARE = 0.01
 """Of all tokens. One bad sequence among 128 is passed over, two of them stop the run."""
 
 
-def combine(records: Sequence[LayerRecord]) -> LayerRecord:
+def combine(records: Sequence[LayerRecord], *, divided: bool = False) -> LayerRecord:
     """One layer's record from those of all ranks, each with experts of its own.
 
-    What is not an expert's was computed alike by every rank; the first one's is taken.
+    What is not an expert's was seen by each rank of its own batches, if they were `divided`;
+    otherwise by every rank alike, and the first one's is taken.
     """
     first = records[0]
     if len(records) == 1:
@@ -36,13 +37,27 @@ def combine(records: Sequence[LayerRecord]) -> LayerRecord:
     suspects: dict[str, int] = {}
     for record in records:
         for module, count in record.suspects.items():
-            suspects[module] = max(count, suspects.get(module, 0))
+            known = suspects.get(module, 0)
+            suspects[module] = known + count if divided else max(count, known)
     inputs: dict[str, InputStats] = {}
     for name in names:
         found = [record.inputs[name] for record in records if name in record.inputs]
-        inputs[name] = _sum_of_experts(found) if ".experts." in name else found[0]
-    return LayerRecord(
-        layer=first.layer, inputs=inputs, routed_tokens=first.routed_tokens, suspects=suspects
+        if ".experts." in name:
+            inputs[name] = _sum_of_experts(found)
+        else:
+            inputs[name] = _of_all_batches(found) if divided else found[0]
+    routed = first.routed_tokens
+    if divided:
+        counts = [r.routed_tokens for r in records if r.routed_tokens is not None]
+        routed = np.asarray(sum(counts)) if counts else None
+    return LayerRecord(layer=first.layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
+
+
+def _of_all_batches(entries: Sequence[InputStats]) -> InputStats:
+    """Each rank saw some of the batches; largest magnitudes and rows only."""
+    return InputStats(
+        amax=np.asarray(np.maximum.reduce([entry.amax for entry in entries])),
+        rows=np.asarray(sum(entry.rows for entry in entries)),
     )
 
 

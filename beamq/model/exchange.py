@@ -1,6 +1,6 @@
-"""Expert sums across processes that share a pass, each with a range of every layer's experts.
+"""Processes that share a pass: each has a range of every layer's experts, and some of the batches.
 
-In: a batch's FP32 sum at this process. Out: the sum over all experts, at every process.
+In: a batch's FP32 sum at this process. Out: the sum over all experts, where the batch is at home.
 
 The one idea: the sum is handed on. Process r adds its experts to what came from r - 1 and passes
 it to r + 1; the last one sends the whole to all. So every token's contributions are added in
@@ -9,8 +9,12 @@ processes there are. Adding up partial sums instead (all-reduce) would not.
 
 Processes wait for each other within a batch, but work on neighbouring batches at the same time:
 with B batches and R processes a layer's experts take (B + R - 1) / (B R) of one process's time.
-All else (attention, dense MLPs, routers) every process computes for itself, and gets the same
-bits as long as all run the same software on the same kind of device.
+All else (attention, dense MLPs, routers) is computed where the batch is at home, batch n at process
+n modulo R, and its states and choices are told to the others, which need them in front of their
+experts. Bits are those of one process as long as all are the same kind of device.
+
+Undivided, each process computes all else for itself, alike: for observers of it whose findings
+cannot be put together exactly (sums of squares, percentiles).
 """
 
 from __future__ import annotations
@@ -27,6 +31,17 @@ class ExpertExchange(Protocol):
     """What a pass calls. All tensors are changed in place, in the same order at every process."""
 
     experts: range
+    divided: bool
+    """Whether batches have a home, or every process has all."""
+
+    def mine(self, batch: int) -> bool:
+        """Whether this process computes what is not experts of that batch."""
+
+    def spread(self, batch: int, *tensors: torch.Tensor) -> None:
+        """Fill with what the process has at which the batch is at home."""
+
+    def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
+        """Fill with the sum of all experts, where `mine`."""
 
     def receive(self, sum_TK: torch.Tensor) -> None:
         """Fill with the sum of all experts below `experts`."""
@@ -43,6 +58,17 @@ class Alone:
 
     def __init__(self, config: BeamConfig) -> None:
         self.experts = range(config.num_experts)
+        self.divided = False
+
+    def mine(self, batch: int) -> bool:
+        """All are."""
+        return True
+
+    def spread(self, batch: int, *tensors: torch.Tensor) -> None:
+        """Nothing."""
+
+    def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
+        """Nothing."""
 
     def receive(self, sum_TK: torch.Tensor) -> None:
         """Nothing."""
@@ -57,10 +83,31 @@ class Alone:
 class RankChain:
     """Several processes started by torchrun. The process group must be up (`Ranks.join`)."""
 
-    def __init__(self, ranks: Ranks, config: BeamConfig) -> None:
+    def __init__(self, ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> None:
         self.experts = own_experts(ranks, config)
+        self.divided = divided
         self._rank = ranks.rank
         self._last = ranks.world - 1
+
+    def mine(self, batch: int) -> bool:
+        """Batches go round."""
+        return not self.divided or self._home(batch) == self._rank
+
+    def spread(self, batch: int, *tensors: torch.Tensor) -> None:
+        """From the batch's home to all."""
+        if self.divided:
+            for tensor in tensors:
+                torch.distributed.broadcast(tensor, self._home(batch))
+
+    def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
+        """From the last rank to where the batch is at home."""
+        home = self._home(batch)
+        if not self.divided:
+            self.settle(sum_TK)
+        elif self._rank == self._last != home:
+            torch.distributed.send(sum_TK, home)
+        elif self._rank == home != self._last:
+            torch.distributed.recv(sum_TK, self._last)
 
     def receive(self, sum_TK: torch.Tensor) -> None:
         """From the rank before; the first rank starts from zeros as they are."""
@@ -76,6 +123,9 @@ class RankChain:
         """From the last rank."""
         torch.distributed.broadcast(sum_TK, self._last)
 
+    def _home(self, batch: int) -> int:
+        return batch % (self._last + 1)
+
 
 def own_experts(ranks: Ranks, config: BeamConfig) -> range:
     """This process's experts of every layer: neighbours, shared out evenly."""
@@ -83,9 +133,9 @@ def own_experts(ranks: Ranks, config: BeamConfig) -> range:
     return range(total * ranks.rank // ranks.world, total * (ranks.rank + 1) // ranks.world)
 
 
-def exchange_for(ranks: Ranks, config: BeamConfig) -> ExpertExchange:
+def exchange_for(ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> ExpertExchange:
     """The exchange of this process; joins the process group where there are several."""
     if ranks.world == 1:
         return Alone(config)
     ranks.join()
-    return RankChain(ranks, config)
+    return RankChain(ranks, config, divided=divided)

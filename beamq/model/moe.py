@@ -91,15 +91,20 @@ def route(x_TK: torch.Tensor, router: RouterWeights, config: BeamConfig) -> Rout
 
 
 def dispatch(routing: Routing, num_experts: int) -> Dispatch:
+    """`sort_choices` of a routing."""
+    return sort_choices(routing.experts_Tk, routing.weights_Tk, num_experts)
+
+
+def sort_choices(experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, num_experts: int) -> Dispatch:
     """Sort the choices by expert, tokens in order within each. Waits for no GPU."""
-    tokens, k = routing.experts_Tk.shape
-    flat = routing.experts_Tk.flatten()
+    tokens, k = experts_Tk.shape
+    flat = experts_Tk.flatten()
     sorted_S, order = flat.sort(stable=True)
     row = torch.empty_like(order)
     row[order] = torch.arange(order.numel(), device=order.device)
     return Dispatch(
         token_S=order // k,
-        weight_S=routing.weights_Tk.flatten()[order],
+        weight_S=weights_Tk.flatten()[order],
         row_Tk=row.view(tokens, k).sort(dim=1)[0],
         offsets=expert_rows(sorted_S, num_experts),
     )
@@ -132,10 +137,23 @@ def begin(
     observer: Observer | None = None,
 ) -> Dispatch:
     """Route a batch, show the choices, sort them."""
+    routing = choose(x_TK, router, config, layer=layer, observer=observer)
+    return dispatch(routing, config.num_experts)
+
+
+def choose(
+    x_TK: torch.Tensor,
+    router: RouterWeights,
+    config: BeamConfig,
+    *,
+    layer: int,
+    observer: Observer | None = None,
+) -> Routing:
+    """Route a batch and show the choices."""
     routing = route(x_TK, router, config)
     if observer is not None:
         observer.routing(layer, routing.logits_TE, routing.experts_Tk, routing.weights_Tk)
-    return dispatch(routing, config.num_experts)
+    return routing
 
 
 def add_slice(

@@ -10,8 +10,9 @@ Where even one layer is too much (`max_device_memory`), its experts pass through
 batch is taken to the router, then slices outside and batches inside, then each batch is closed.
 An FP32 sum a token is kept meanwhile. The result has the same bits as without slices.
 
-Several processes can share a pass, each with some of every layer's experts: an `ExpertExchange`
-carries the sums from one to the next, in the order of experts, so the bits are again the same.
+Several processes can share a pass, each with some of every layer's experts and some of the batches:
+an `ExpertExchange` carries the sums from one to the next, in the order of experts, so the bits are
+again the same.
 
 An `ExpertVisitor` may look at a layer's experts again once all batches have passed them; the layer
 then goes the way of slices, with the same bits.
@@ -43,7 +44,7 @@ from beamq.model.beam import (
 from beamq.model.exchange import Alone, ExpertExchange
 from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm
-from beamq.model.moe import Dispatch, ExpertSlice, add_slice, begin, finish
+from beamq.model.moe import Dispatch, ExpertSlice, add_slice, choose, finish, sort_choices
 from beamq.model.observe import Observer, Observers
 from beamq.model.visit import ExpertVisitor, VisitedLayer
 
@@ -187,22 +188,50 @@ class LayerPass:
             self._sliced(weights, mlp, batches)
             return
         for number, batch in enumerate(batches):
-            h_TK = decoder_layer(
-                self._shelf.get(number),
-                weights,
-                self._config,
-                batch.layout,
-                self._table,
-                gemm=self._gemm,
-                observer=self._observer,
-            )
-            self._shelf.put(number, h_TK)
+            if self._exchange.mine(number):
+                h_TK = decoder_layer(
+                    self._shelf.get(number),
+                    weights,
+                    self._config,
+                    batch.layout,
+                    self._table,
+                    gemm=self._gemm,
+                    observer=self._observer,
+                )
+                self._shelf.put(number, h_TK)
+        self._spread_states()
+
+    def _spread_states(self) -> None:
+        """Every process gets the hidden states that another one computed."""
+        if self._exchange.divided:
+            for number in range(len(self._batches)):
+                h_TK = self._shelf.get(number)
+                self._exchange.spread(number, h_TK)
+                self._shelf.put(number, h_TK)
 
     def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
         """A sparse layer whose experts come in slices, or are visited: batches inside."""
+        plans = self._plans(weights, mlp, batches)
         sums = len(batches)  # the sum of batch n is kept under n + sums
-        plans: list[Dispatch] = []
+        self._experts(weights, mlp, plans)
+        if self._visitor is not None and self._visitor.wants(weights.index):
+            self._visit(self._visitor, weights, mlp, plans)
+        for number in range(len(batches)):
+            h_TK, sum_TK = self._shelf.get(number), self._shelf.get(number + sums)
+            self._exchange.bring_home(number, sum_TK)
+            if self._exchange.mine(number):
+                out_TK = finish(sum_TK, h_TK.dtype, self._config)
+                self._shelf.put(number, close_mlp(h_TK, out_TK, weights, self._config))
+        self._spread_states()
+
+    def _plans(
+        self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]
+    ) -> list[Dispatch]:
+        """Batches up to their experts: the states behind attention, empty sums, choices."""
+        chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for number, batch in enumerate(batches):
+            if not self._exchange.mine(number):
+                continue
             h_TK = attention_half(
                 self._shelf.get(number),
                 weights,
@@ -214,18 +243,26 @@ class LayerPass:
             )
             self._shelf.put(number, h_TK)
             x_TK = mlp_input(h_TK, weights, self._config)
-            plans.append(
-                begin(x_TK, mlp.router, self._config, layer=weights.index, observer=self._observer)
+            routing = choose(
+                x_TK, mlp.router, self._config, layer=weights.index, observer=self._observer
             )
-            self._shelf.put(number + sums, torch.zeros_like(x_TK, dtype=torch.float32))
-        self._experts(weights, mlp, plans)
-        if self._visitor is not None and self._visitor.wants(weights.index):
-            self._visit(self._visitor, weights, mlp, plans)
-        for number in range(len(batches)):
-            h_TK, sum_TK = self._shelf.get(number), self._shelf.get(number + sums)
-            self._exchange.settle(sum_TK)
-            out_TK = finish(sum_TK, h_TK.dtype, self._config)
-            self._shelf.put(number, close_mlp(h_TK, out_TK, weights, self._config))
+            chosen[number] = routing.experts_Tk.contiguous(), routing.weights_Tk.contiguous()
+        self._spread_states()
+        plans = []
+        device, config = self._stream.loader.device, self._config
+        for number, batch in enumerate(batches):
+            shape = (batch.layout.tokens, config.top_k)
+            if number not in chosen:
+                chosen[number] = (
+                    torch.empty(shape, dtype=torch.int64, device=device),
+                    torch.empty(shape, device=device),
+                )
+            experts_Tk, weights_Tk = chosen.pop(number)
+            self._exchange.spread(number, experts_Tk, weights_Tk)
+            plans.append(sort_choices(experts_Tk, weights_Tk, config.num_experts))
+            empty = torch.zeros(shape[0], config.hidden_size, device=device)
+            self._shelf.put(number + len(batches), empty)
+        return plans
 
     def _visit(
         self,

@@ -19,6 +19,7 @@ import safetensors_edit as st
 import torch
 from model_fixtures import hf_logits, hf_model, random_beam
 
+import beamq.calib.device as device
 from beamq.calib import prepared, state
 from beamq.calib.collect import Collector
 from beamq.calib.coverage import coverage
@@ -31,7 +32,7 @@ from beamq.calib.stats import CalibrationStats, layer_of
 from beamq.calib.stats_file import load_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.conversion.journal import OutputLock
+from beamq.conversion.output_lock import OutputLock
 from beamq.errors import (
     AlreadyQuantizedError,
     CalibrationError,
@@ -421,6 +422,36 @@ def test_two_ranks_give_the_bytes_of_one(beam_nano: Path, plain: Path, tmp_path:
         assert process.returncode == 0, errors.decode()[-500:]
     assert target.read_bytes() == plain.read_bytes()
     assert not (tmp_path / "stats.state").exists()
+
+
+@pytest.mark.parametrize("more", [{}, {"percentile": 99.0, "second_moments": True}])
+def test_ranks_with_batches_of_their_own(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    """Six batches and three ranks: divided, or where observers need all of them, seen by each."""
+    program = (
+        "import sys\nfrom pathlib import Path\nimport beamq.calib.device as device\n"
+        "from beamq import calibrate\ndevice.BATCH_TOKENS['cpu'] = 96\n"
+        f"calibrate(Path(sys.argv[1]), Path(sys.argv[2]), **{SMALL | more!r})\n"
+    )
+    monkeypatch.setitem(device.BATCH_TOKENS, "cpu", 96)
+    calibrate(beam_nano, tmp_path / "one", **SMALL, **more)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(beam_nano), str(tmp_path / "three")],
+            env={**os.environ, **meeting, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(3)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()[-500:]
+    assert (tmp_path / "three").read_bytes() == (tmp_path / "one").read_bytes()
 
 
 def test_a_rank_that_fails_leaves_nobody_waiting(nano_copy: Path, tmp_path: Path) -> None:
