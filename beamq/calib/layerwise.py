@@ -19,7 +19,7 @@ from beamq.calib.stats import CalibrationStats, ExpertsMode
 from beamq.calib.stats_file import load_stats, save_stats
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
-from beamq.conversion.journal import OutputLock, refuse_busy
+from beamq.conversion.output_lock import OutputLock, refuse_busy
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.ranks import current_ranks

@@ -11,29 +11,22 @@ input scales and beamq's version; a difference is refused by name.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from beamq.checkpoint import HUB_STAMP
 from beamq.checksum import is_digest
-from beamq.errors import BeamqError, OutputBusyError, ResumeError
+from beamq.errors import ResumeError
 from beamq.shards import disk_errors, make_folder, sync_folder, write_file
 from beamq.small_files import parse_json, read_small
 
 STATE_DIR = ".beamq"
-LOCK_NAME = ".beamq.lock"
 MAX_JOURNAL_BYTES = 1 << 30
-MAX_LOCK_BYTES = 1 << 12
-LOCK_TRIES, LOCK_PAUSE = 3, 0.02  # seconds between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,99 +194,3 @@ def sound_counts(counts: Any) -> bool:
         else isinstance(value, int)
         for key, value in counts.items()
     )
-
-
-class OutputLock:
-    """An exclusive lock on an output folder, released by the kernel if the process dies.
-
-    The file's first line says who holds it, for the message that another run gets.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_NAME
-        with disk_errors(self._path, "taking the lock"):
-            self._descriptor = self._take()
-        if self._descriptor < 0:
-            raise _busy(folder)
-        # A courtesy to others: a lock that could not be signed is a lock all the same.
-        with suppress(OSError):
-            os.write(self._descriptor, _signature())
-
-    def _take(self) -> int:
-        """A locked descriptor, or -1 if another process has the lock."""
-        for _ in range(LOCK_TRIES):
-            descriptor = self._try()
-            if descriptor is not None:
-                return descriptor
-            time.sleep(LOCK_PAUSE)  # it may only be one who looks, see `refuse_busy`
-        return -1
-
-    def _try(self) -> int | None:
-        """A locked descriptor, or None if another process has the lock."""
-        while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self._path, flags, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_still(descriptor):
-                    return descriptor
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except OSError:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-
-    def _is_still(self, descriptor: int) -> bool:
-        """Whether the locked file still has its name; who held it before may have removed it."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
-
-    def release(self) -> None:
-        """Remove and unlock."""
-        if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def refuse_busy(folder: Path) -> None:
-    """Raise `OutputBusyError` if another process holds the folder's lock. Creates nothing."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        descriptor = os.open(folder / LOCK_NAME, flags)
-    except OSError:  # no lock, or none that can be looked at: who takes it will be told
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise _busy(folder) from None
-    except OSError:  # a file system without locks: who takes it will be told
-        return
-    finally:
-        os.close(descriptor)
-
-
-def _signature() -> bytes:
-    moment = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return _line({"pid": os.getpid(), "host": os.uname().nodename, "since": moment})
-
-
-def _busy(folder: Path) -> OutputBusyError:
-    return OutputBusyError(
-        f"{folder}: another process is writing here{_holder(folder / LOCK_NAME)}; wait for it or"
-        " choose another output"
-    )
-
-
-def _holder(path: Path) -> str:
-    """` (process 7 on box, since ...)`, or nothing where the lock does not say."""
-    try:
-        first = read_small(path, OutputBusyError, MAX_LOCK_BYTES).partition(b"\n")[0]
-        said = parse_json(first)
-        return f" (process {said['pid']} on {said['host']}, since {said['since']})"
-    except (BeamqError, ValueError, TypeError, KeyError):  # gone by now, or of an older version
-        return ""

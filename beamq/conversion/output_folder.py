@@ -12,7 +12,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from beamq.conversion.journal import LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
+from beamq.conversion.journal import STATE_DIR
+from beamq.conversion.output_lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.errors import DiskError, ResumeError, UsageError
 from beamq.hub.repo import hub_source
 from beamq.plan import Work

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from beamq.checkpoint import HUB_STAMP
+from beamq.conversion.journal import MAX_JOURNAL_BYTES, STATE_DIR
+from beamq.conversion.output_lock import holder
 from beamq.errors import BeamqError, CheckpointError
 from beamq.eval.folder import MANIFEST_NAME
 from beamq.shards import PARTIAL
 from beamq.small_files import parse_json, read_small
 
-STATE_DIR = ".beamq"
 FIRST_JOURNAL = "journal-0.jsonl"
-MAX_JOURNAL_BYTES = 1 << 30
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 
 
@@ -29,6 +29,11 @@ def refuse_unfinished(root: Path) -> None:
     if not root.is_dir() or (root / MANIFEST_NAME).exists():
         return
     if (root / STATE_DIR).is_dir():
+        who = holder(root)
+        if who is not None:
+            raise CheckpointError(
+                f"{root}: a conversion into this folder is under way{who}; wait for its end"
+            )
         raise CheckpointError(
             f"{root}: the conversion into this folder was not finished{_progress(root)}; go on"
             f" with the command that began it and --resume: {_command(root)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import safetensors_edit
 from beamq.cli import app
 from beamq.conversion.dequantize import dequantize
 from beamq.conversion.journal import STATE_DIR
+from beamq.conversion.output_lock import OutputLock
 from beamq.conversion.quantize import quantize
 from beamq.errors import CheckFailed, CheckpointError, UsageError
 from beamq.eval.checks import NEEDS_QUANTIZED, VerifyReport
@@ -216,6 +218,10 @@ def test_an_unfinished_output_is_named_with_the_way_on(
         look(output)
     assert "was not finished" in str(raised.value)
     assert f"beamq quantize SOURCE '{tmp_path}/it'\"'\"'s out' --resume" in str(raised.value)
+    lock = OutputLock(output)
+    with pytest.raises(CheckpointError, match=rf"is under way \(process {os.getpid()} on .*; wait"):
+        look(output)
+    lock.release()
     quantize(beam_nano, output, no_calibration=True, max_shard_bytes=300_000, resume=True)
     assert verify(output, level="structure").ok
 

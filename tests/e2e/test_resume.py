@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors_edit as st
 
-from beamq.conversion.journal import OutputLock
+from beamq.conversion.output_lock import OutputLock
 from beamq.conversion.quantize import quantize
 from beamq.conversion.runner import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from beamq.conversion.journal import LOCK_NAME, OutputLock, refuse_busy
+from beamq.conversion.output_lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.conversion.quantize import quantize
 from beamq.conversion.runner import Progress, predicted_host_nbytes
 from beamq.errors import Interrupted, OutputBusyError
