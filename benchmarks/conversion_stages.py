@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ import torch
 
 from beamq.checkpoint import Checkpoint
 from beamq.checksum import new_checksum
-from beamq.conversion.gpu_engine import CHUNK_BYTES
+from beamq.conversion.gpu_engine import IN_BYTES as CHUNK_BYTES
+from beamq.conversion.gpu_queue import Memory
 from beamq.conversion.lanes import lane_count
 from beamq.plan import Job, Plan
 from beamq.roles import Role
@@ -187,54 +188,41 @@ class Stages:
             if (job.members[0].role.layer, job.members[0].role.expert)
             == (first.layer, first.expert)
         ]
-        with ExitStack() as stack:
-            graph = stack.enter_context(_captured([job for _ in range(COPIES) for job in jobs],
-                                                  self._plan.scales))  # fmt: skip
-            seconds = _seconds(graph.replay)
+        graph = _captured([job for _ in range(COPIES) for job in jobs], self._plan.scales)
+        seconds = _seconds(graph.replay)
         return seconds * self.read_nbytes / (COPIES * sum(job.source_nbytes for job in jobs))
 
 
-class _captured:
-    """A graph of jobs, each on device memory of its own."""
+def _captured(jobs: Sequence[Job], rule: str) -> torch.cuda.CUDAGraph:
+    """A graph of jobs, each on random values in device memory of its own."""
+    from beamq.conversion import gpu_engine
+    from beamq.formats.kernels import gpu_groups
 
-    def __init__(self, jobs: Sequence[Job], rule: str) -> None:
-        from beamq.conversion import gpu_engine
-        from beamq.formats.kernels import gpu_groups
-
-        self._calls: list[Callable[[], None]] = []
-        for job in jobs:
-            dtype = job.members[0].source.spec.dtype
-            item, k = gpu_engine._item(job), job.members[0].source.shape[1]
-            n = sum(member.source.shape[0] for member in job.members)
-            sizes = (gpu_engine._fp8_sizes if job.kind == "fp8" else gpu_engine._nvfp4_sizes)(
-                n, k, item
-            )
-            place = torch.empty(gpu_engine.device_nbytes(job), dtype=torch.uint8, device="cuda")
-            areas = gpu_engine._split(place, sizes)
-            areas[0].view(torch.bfloat16).normal_(0, 0.02)
-            if job.kind == "fp8":
-                self._calls.append(
-                    lambda a=areas, d=dtype, n=n, k=k: gpu_groups.fp8_rows(*a, dtype=d, n=n, k=k)
-                )
-            else:
-                self._calls.append(
-                    lambda a=areas, d=dtype, n=n, k=k: gpu_groups.nvfp4_group(
-                        *a, dtype=d, n=n, k=k, rule=rule
-                    )
-                )
-
-    def __enter__(self) -> torch.cuda.CUDAGraph:
-        for call in self._calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in self._calls:
-                call()
-        return graph
-
-    def __exit__(self, *_: object) -> None:
-        self._calls.clear()
+    places: list[torch.Tensor] = []
+    calls: list[Callable[[], None]] = []
+    for job in jobs:
+        dtype, k = job.members[0].source.spec.dtype, job.members[0].source.shape[1]
+        n = sum(member.source.shape[0] for member in job.members)
+        sizes = gpu_engine.area_nbytes(job)
+        place = torch.zeros(gpu_engine.device_nbytes(job), dtype=torch.uint8, device="cuda")
+        place[: sizes[0]].view(torch.bfloat16).normal_(0, 0.02)
+        memory = Memory(place.data_ptr(), place.nbytes, place)
+        areas = [area.address for area in gpu_engine.split(memory, sizes)]
+        shape: dict[str, Any] = {"dtype": dtype, "n": n, "k": k}
+        call = gpu_groups.fp8_rows
+        if job.kind != "fp8":
+            call, shape["rule"] = gpu_groups.nvfp4_group, rule
+        places.append(place)
+        calls.append(partial(call, *areas, **shape))
+    for each in calls:
+        each()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for each in calls:
+            each()
+    graph.places = places  # they live as long as it does
+    return graph
 
 
 def _seconds(call: Callable[[], Any], repeats: int = 9) -> float:

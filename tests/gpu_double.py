@@ -7,18 +7,19 @@ bytes than the plain engine's.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
 
 from beamq.checkpoint import Checkpoint
 from beamq.conversion.buffer_pool import BufferPool
 from beamq.conversion.engines import CpuEngines
 from beamq.conversion.gpu_engine import GpuEngine
+from beamq.conversion.gpu_queue import Memory, Place
 from beamq.formats.kernels import cpu
 from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
 
@@ -39,25 +40,27 @@ class HostQueue:
     def using(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def host(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+    def host(self, nbytes: int) -> np.ndarray:
+        return np.full(nbytes, GARBAGE, np.uint8)
+
+    def locked(self, address: int) -> bool:
+        return self._locked
 
     def mark(self) -> HostMark:
         return HostMark(self)
 
-    def locked(self, tensor: torch.Tensor) -> bool:
-        return self._locked
+    def upload(self, to: Memory, source: int) -> None:
+        self._queue(lambda: ctypes.memmove(to.address, source, to.nbytes))
 
-    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        assert to.numel() == source.numel()
-        self._queue(lambda: to.copy_(source))
+    def download(self, to: int, source: Memory) -> None:
+        self._queue(lambda: ctypes.memmove(to, source.address, source.nbytes))
 
-    def nvfp4(self, place: tuple[torch.Tensor, ...], dtype: str, n: int, k: int, rule: str) -> None:
-        arrays = [tensor.numpy() for tensor in place]
+    def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
+        arrays = [array_of(memory) for memory in place]
         self._queue(lambda: nvfp4_group(*arrays, dtype, n, k, rule, self._wrong))
 
-    def fp8(self, place: tuple[torch.Tensor, ...], dtype: str, n: int, k: int) -> None:
-        arrays = [tensor.numpy() for tensor in place]
+    def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
+        arrays = [array_of(memory) for memory in place]
         self._queue(lambda: fp8_rows(*arrays, dtype, n, k))
 
     def drain(self) -> None:
@@ -75,6 +78,11 @@ class HostQueue:
             self.drain()
 
 
+def array_of(memory: Memory) -> np.ndarray:
+    raw = (ctypes.c_uint8 * memory.nbytes).from_address(memory.address)
+    return np.frombuffer(raw, np.uint8)
+
+
 class HostMark:
     def __init__(self, queue: HostQueue) -> None:
         self._queue = queue
@@ -83,7 +91,7 @@ class HostMark:
     def record(self) -> None:
         self._place = self._queue.queued
 
-    def synchronize(self) -> None:
+    def wait(self) -> None:
         assert self._place is not None, "waited for a mark that was never recorded"
         self._queue.run_to(self._place)
 
@@ -126,16 +134,17 @@ class HostEngines:
     ) -> None:  # fmt: skip
         self._checkpoint = checkpoint
         self._options: dict[str, Any] = {"late": late, "locked": locked, "wrong": wrong}
-        self._cpu = CpuEngines(checkpoint, 1 << 26)
+        self._cpu = CpuEngines(checkpoint, 1 << 26, 2)
         self.allocated: list[int] = []
         self.made: list[GpuEngine] = []
-        self.pool: BufferPool[torch.Tensor] = BufferPool(
+        self.pool: BufferPool[Memory] = BufferPool(
             budget, allocate=self._allocate, size=lambda t: t.nbytes, discard=lambda t: None
         )
 
-    def _allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate(self, nbytes: int) -> Memory:
         self.allocated.append(nbytes)
-        return torch.full((nbytes,), GARBAGE, dtype=torch.uint8)
+        array = np.full(nbytes, GARBAGE, np.uint8)
+        return Memory(array.ctypes.data, nbytes, array)
 
     def workers(self, asked: int) -> int:
         return asked

@@ -5,12 +5,12 @@ what the kernels counted. A caller that has the source's bytes already (a forwar
 read them) hands them over; one that knows no input scale yet writes it later.
 
 Data moves in pieces of about 1 MiB that stay in the core's cache between reading, the kernel and
-writing. FP8 rows need nothing else. NVFP4 needs the largest magnitude of the whole group before
-the first code: a group up to `HELD_BYTES` (an expert's gate and up) is held in a buffer from a
-bounded pool; a larger one (a dense MLP's) is read twice, the second time from the page cache,
-because touching fresh memory costs more than a second copy. Every call that takes time releases
-the interpreter lock, so plain threads fill the cores. torch is not imported: it would take as long
-as converting 5 GB.
+writing (larger ones where many threads run, see `piece_bytes`). FP8 rows need nothing else. NVFP4
+needs the largest magnitude of the whole group before the first code: a group up to `HELD_BYTES` (an
+expert's gate and up) is held in a buffer from a bounded pool; a larger one (a dense MLP's) is read
+twice, the second time from the page cache, because touching fresh memory costs more than a second
+copy. Every call that takes time releases the interpreter lock, so plain threads fill the cores.
+torch is not imported: it would take as long as converting 5 GB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from beamq.roles import Role
 from beamq.shards import ShardWriter
 
 PIECE_BYTES = 1 << 20
+MANY_WORKERS = 4
 HELD_BYTES = 64 << 20
+
+
+def piece_bytes(workers: int) -> int:
+    """Bytes of a piece where so many threads convert.
+
+    Each piece costs three to five turns at the interpreter, which where sixteen threads want it
+    take 50 us each: more than reading 1 MiB. Few threads gain more from pieces that stay in cache.
+    """
+    return PIECE_BYTES if workers <= MANY_WORKERS else 8 * PIECE_BYTES
 
 
 class CpuEngine:
@@ -44,8 +54,10 @@ class CpuEngine:
         input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
+        piece: int = PIECE_BYTES,
     ) -> None:
-        """`scales` chooses NVFP4's block scales (see `Recipe`).
+        """`scales` chooses NVFP4's block scales (see `Recipe`), `piece` how many bytes are worked
+        on at a time.
 
         Without `input_scale`, those tensors are left for `write_input_scale`."""
         self._checkpoint = checkpoint
@@ -55,9 +67,10 @@ class CpuEngine:
         self._stopped = stopped
         self._advance = advance
         self._held: dict[int, memoryview] = {}
-        self._source = bytearray(PIECE_BYTES)
-        self._codes = bytearray(PIECE_BYTES)
-        self._scales = bytearray(PIECE_BYTES)
+        self._piece_bytes = piece
+        self._source = bytearray()
+        self._codes = bytearray()
+        self._scales = bytearray()
 
     def run(
         self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
@@ -80,7 +93,7 @@ class CpuEngine:
 
     def _pieces(self, member: Member, unit: int) -> list[tuple[int, int]]:
         """(start, nbytes) of pieces that are whole multiples of `unit` bytes."""
-        size = max(PIECE_BYTES // unit, 1) * unit
+        size = max(self._piece_bytes // unit, 1) * unit
         total = member.source.nbytes
         return [(start, min(size, total - start)) for start in range(0, total, size)]
 
@@ -248,7 +261,7 @@ class CpuEngine:
         dtype = member.source.spec.dtype
         n, k = member.source.shape
         row_bytes = k * ITEMSIZE[dtype]
-        rows_at_once = max(PIECE_BYTES // row_bytes, 1)
+        rows_at_once = max(self._piece_bytes // row_bytes, 1)
         codes, scales, scale_2, _ = member.outputs
         code_sink = TensorSink(writer, codes)
         self._codes = _grown(self._codes, rows_at_once * k // 2)

@@ -100,7 +100,7 @@ def dequantize(
             checkpoint=source,
             work=work,
             output=output,
-            engines=CpuEngines(source, DEFAULT_MEMORY_BYTES),
+            engines=CpuEngines(source, DEFAULT_MEMORY_BYTES, workers or default_workers()),
             scales=no_scales("decoding needs no input scale"),
             ranks=ranks,
             options=RunOptions(

@@ -86,15 +86,17 @@ def saved_seconds(work: Work, workers: int) -> float:
     return seconds / workers
 
 
-def open_engines(choice: EngineChoice, checkpoint: Checkpoint, work: Work, memory: int) -> Engines:
+def open_engines(
+    choice: EngineChoice, checkpoint: Checkpoint, work: Work, *, memory: int, workers: int
+) -> Engines:
     """The engines chosen. Raises `DeviceError` if the GPU has too little memory."""
     if choice.device == "cpu":
-        return CpuEngines(checkpoint, memory)
+        return CpuEngines(checkpoint, memory, workers)
     import torch
 
     from beamq.conversion.gpu_engines import GpuEngines
 
-    return GpuEngines(checkpoint, work, torch.device(choice.device), memory)
+    return GpuEngines(checkpoint, work, torch.device(choice.device), memory, workers)
 
 
 def engine_sentence(choice: EngineChoice, engines: Engines, workers: int) -> str:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from beamq.checkpoint import Checkpoint
 from beamq.conversion.buffer_pool import host_pool
-from beamq.conversion.cpu_engine import CpuEngine
+from beamq.conversion.cpu_engine import CpuEngine, piece_bytes
 from beamq.conversion.sinks import JobResult
 from beamq.plan import Job
 from beamq.shards import ShardWriter
@@ -47,12 +47,13 @@ class Engines(Protocol):
 
 
 class CpuEngines:
-    """Engines that share `memory` bytes for scale groups."""
+    """Engines for `workers` threads, which share `memory` bytes for scale groups."""
 
     device_nbytes = 0
 
-    def __init__(self, checkpoint: Checkpoint, memory: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, memory: int, workers: int) -> None:
         self._checkpoint = checkpoint
+        self._piece = piece_bytes(workers)
         self._pool = host_pool(memory)
 
     def workers(self, asked: int) -> int:
@@ -75,4 +76,5 @@ class CpuEngines:
             input_scale=input_scale,
             stopped=stopped,
             advance=advance,
+            piece=self._piece,
         )

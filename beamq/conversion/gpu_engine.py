@@ -4,13 +4,16 @@ In, out and errors are those of `CpuEngine`, byte for byte; a GPU only takes the
 cores, which then have nothing to do but move bytes.
 
 The one idea: no pipeline. Each worker thread is one slot: a stream, two chunks for reading into and
-two for writing from, 8 MiB each, and a place on the device that its job's group fits in as a whole,
-so that the source is read once and nothing on the host grows with a group. A worker reads a chunk
-while its last one is on the wire, queues the kernels behind the last chunk, and writes one chunk
-while the next comes down. Two dozen such workers keep reading, both directions of the bus, kernels
-and writing busy at the same time without anybody scheduling them; what each waits for leaves the
-interpreter and its core to the others. The global scale is computed on the device (gpu_groups.py),
-so a job has one wait between its last upload and its first written byte.
+two for writing from, and a place on the device that its job's group fits in as a whole, so that the
+source is read once and nothing on the host grows with a group. A worker reads a chunk while its
+last one is on the wire, queues the kernels behind the last chunk, and writes one chunk while the
+next comes down. A core's worth of such workers keep reading, both directions of the bus, kernels
+and writing busy at the same time without anybody scheduling them. The global scale is computed on
+the device (gpu_groups.py), so a job waits once between its last upload and its first written byte.
+
+What workers share is the interpreter, and asking for it back is what each call that lets it go
+costs most: so chunks are large, copies and marks do not let it go (cuda_driver.py), and the small
+tensors of a job are written together.
 
 Copied tensors, decoding, and groups the kernels do not take (mixed dtypes) go to a `CpuEngine`; so
 does a job in which something is not finite, to be refused with its place.
@@ -22,30 +25,31 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.conversion.buffer_pool import BufferPool
 from beamq.conversion.cpu_engine import CpuEngine
-from beamq.conversion.gpu_queue import GpuQueue
-from beamq.conversion.sinks import JobResult, TensorSink, f32_bytes, write_input_scale, write_whole
+from beamq.conversion.gpu_queue import GpuQueue, Memory, Place
+from beamq.conversion.sinks import JobResult, TensorSink, f32_bytes, write_together
 from beamq.errors import DeviceError, Interrupted
 from beamq.formats.kernels import cpu
 from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
 from beamq.formats.layout import NVFP4_BLOCK
 from beamq.header import ITEMSIZE
 from beamq.plan import Job, Member
-from beamq.shards import ShardWriter
+from beamq.shards import OutputTensor, ShardWriter
 
-CHUNK_BYTES = 8 << 20
+IN_BYTES = 16 << 20  # of a chunk: half of an expert's projection
+OUT_BYTES = 8 << 20
 CHUNKS = 2  # each way
 PART_BYTES = 64 << 20  # of FP8 rows on the device at a time
-SLOT_BYTES = 2 * CHUNKS * CHUNK_BYTES
+SLOT_BYTES = CHUNKS * (IN_BYTES + OUT_BYTES)
 MAX_FP8_K = 32_768
 ALIGNMENT = 256
 
-DevicePool = BufferPool[torch.Tensor]
-Part = tuple[torch.Tensor, TensorSink]
+DevicePool = BufferPool[Memory]
+Part = tuple[Memory, TensorSink]
+Batch = list[tuple[memoryview, TensorSink]]
 
 
 def takes(job: Job) -> bool:
@@ -61,11 +65,16 @@ def device_nbytes(job: Job) -> int:
     """Bytes a job takes on the device at a time; 0 if it is not done there."""
     if not takes(job):
         return 0
+    return sum(_aligned(size) for size in area_nbytes(job))
+
+
+def area_nbytes(job: Job) -> tuple[int, ...]:
+    """Bytes of source, codes, scales and info of a job, or of a part of its FP8 rows."""
     item, k = _item(job), job.members[0].source.shape[1]
     rows = sum(member.source.shape[0] for member in job.members)
     if job.kind == "fp8":
-        return sum(_aligned(size) for size in _fp8_sizes(min(rows, _part_rows(k, item)), k, item))
-    return sum(_aligned(size) for size in _nvfp4_sizes(rows, k, item))
+        return _fp8_sizes(min(rows, _part_rows(k, item)), k, item)
+    return _nvfp4_sizes(rows, k, item)
 
 
 class GpuEngine:
@@ -92,9 +101,9 @@ class GpuEngine:
         self._input_scale = input_scale
         self._stopped = stopped
         self._advance = advance
-        self._incoming = _Ring(queue)
-        self._outgoing = _Ring(queue)
-        self._info = queue.host(INFO_BYTES)
+        self._incoming = _Ring(queue, IN_BYTES)
+        self._outgoing = _Ring(queue, OUT_BYTES)
+        self._info = _Chunk(queue, INFO_BYTES)
 
     def run(
         self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
@@ -113,7 +122,7 @@ class GpuEngine:
         return result
 
     @contextmanager
-    def _place(self, nbytes: int) -> Iterator[torch.Tensor]:
+    def _place(self, nbytes: int) -> Iterator[Memory]:
         """Memory on the device. What is queued is waited for before others get it."""
         place = self._pool.acquire(nbytes, self._stopped)
         try:
@@ -129,17 +138,17 @@ class GpuEngine:
         job: Job,
         writer: ShardWriter,
         views: Sequence[memoryview | None],
-        place: torch.Tensor,
+        place: Memory,
         result: JobResult,
     ) -> bool:
         """Whether all values are finite; if not, nothing is written."""
         item, k = _item(job), job.members[0].source.shape[1]
         n = sum(member.source.shape[0] for member in job.members)
-        areas = _split(place, _nvfp4_sizes(n, k, item))
+        areas = split(place, _nvfp4_sizes(n, k, item))
         source, codes, scales, info = areas
         begin = 0
         for member, view in zip(job.members, views, strict=True):
-            self._upload(source[begin : begin + member.source.nbytes], member, 0, view)
+            self._upload(source.part(begin, member.source.nbytes), member, 0, view)
             begin += member.source.nbytes
         self._queue.nvfp4(areas, job.members[0].source.spec.dtype, n, k, self._rule)
         parts: list[Part] = []
@@ -164,18 +173,22 @@ class GpuEngine:
         _, result.underflow_blocks, result.zero_blocks, _ = found.counts
         for _, sink in parts:
             sink.finish(result)
-        for member in job.members:
-            write_whole(writer, member.outputs[2], f32_bytes(found.global_scale), result)
-            if self._input_scale is not None:
-                write_input_scale(member, self._input_scale, writer, result)
+        write_together(writer, self._small(job, found.global_scale), result)
         return True
+
+    def _small(self, job: Job, global_scale: float) -> Iterator[tuple[OutputTensor, memoryview]]:
+        """The scales of four bytes."""
+        for member in job.members:
+            yield member.outputs[2], f32_bytes(global_scale)
+            if self._input_scale is not None:
+                yield member.outputs[-1], f32_bytes(self._input_scale(member.role.module))
 
     def _fp8(
         self,
         job: Job,
         writer: ShardWriter,
         views: Sequence[memoryview | None],
-        place: torch.Tensor,
+        place: Memory,
         result: JobResult,
     ) -> bool:
         """Whether all values are finite. Rows share nothing, so they go in parts."""
@@ -186,7 +199,7 @@ class GpuEngine:
             code_sink, scale_sink = (TensorSink(writer, output) for output in member.outputs)
             for row in range(0, n, at_once):
                 rows = min(at_once, n - row)
-                areas = _split(place, _fp8_sizes(rows, k, item))
+                areas = split(place, _fp8_sizes(rows, k, item))
                 self._upload(areas[0], member, row * k * item, view)
                 self._queue.fp8(areas, dtype, rows, k)
                 parts = [(areas[1], code_sink), (areas[2], scale_sink)]
@@ -198,21 +211,16 @@ class GpuEngine:
             scale_sink.finish(result)
         return True
 
-    def _upload(
-        self, to: torch.Tensor, member: Member, start: int, view: memoryview | None
-    ) -> None:
-        """Queue `to.numel()` source bytes of a member, from `start` on."""
-        nbytes = to.numel()
+    def _upload(self, to: Memory, member: Member, start: int, view: memoryview | None) -> None:
+        """Queue `to.nbytes` source bytes of a member, from `start` on."""
         held = None
         if view is not None:
-            held = np.frombuffer(view, np.uint8, count=nbytes, offset=start)
-            if held.flags.writeable:  # torch warns of others, and they are not page-locked
-                tensor = torch.from_numpy(held)
-                if self._queue.locked(tensor):
-                    self._check(nbytes)
-                    self._queue.copy(to, tensor)
-                    return
-        for first, size in _pieces(nbytes):
+            held = np.frombuffer(view, np.uint8, count=to.nbytes, offset=start)
+            if self._queue.locked(held.ctypes.data):
+                self._check(to.nbytes)
+                self._queue.upload(to, held.ctypes.data)
+                return
+        for first, size in _pieces(to.nbytes):
             self._check(size)
             chunk = self._incoming.next()
             if held is None:
@@ -220,21 +228,21 @@ class GpuEngine:
                 self._checkpoint.read_into(member.source.spec, chunk.view[:size], place)
             else:
                 np.copyto(chunk.array[:size], held[first : first + size])
-            self._queue.copy(to[first : first + size], chunk.tensor[:size])
+            self._queue.upload(to.part(first, size), chunk.address)
             chunk.mark()
 
     def _download(
         self,
-        info: torch.Tensor,
+        info: Memory,
         parts: Sequence[Part],
         finite: Callable[[GroupInfo], bool],
     ) -> GroupInfo | None:
         """Write all parts; what the kernels found. None, and nothing written, if not `finite`."""
         found: GroupInfo | None = None
-        self._queue.copy(self._info, info)
+        self._queue.download(self._info.address, info)
         for batch in self._batches(parts):
             if found is None:
-                found = GroupInfo.read(memoryview(self._info.numpy()))  # type: ignore[arg-type]
+                found = GroupInfo.read(self._info.view)
                 if not finite(found):
                     self._queue.drain()
                     return None
@@ -243,22 +251,22 @@ class GpuEngine:
                 sink.append(view)
         return found
 
-    def _batches(self, parts: Sequence[Part]) -> Iterator[list[tuple[memoryview, TensorSink]]]:
+    def _batches(self, parts: Sequence[Part]) -> Iterator[Batch]:
         """Parts' bytes on the host, a chunk at a time, the next one on its way meanwhile."""
-        waiting: tuple[_Chunk, list[tuple[memoryview, TensorSink]]] | None = None
-        for batch in _packed(parts):
+        waiting: tuple[_Chunk, Batch] | None = None
+        for packed in _packed(parts):
             chunk = self._outgoing.next()
-            views, begin = [], 0
-            for tensor, sink in batch:
-                end = begin + tensor.numel()
-                self._queue.copy(chunk.tensor[begin:end], tensor)
-                views.append((chunk.view[begin:end], sink))
-                begin = end
+            batch: Batch = []
+            begin = 0
+            for memory, sink in packed:
+                self._queue.download(chunk.address + begin, memory)
+                batch.append((chunk.view[begin : begin + memory.nbytes], sink))
+                begin += memory.nbytes
             chunk.mark()
             if waiting is not None:
                 waiting[0].wait()
                 yield waiting[1]
-            waiting = chunk, views
+            waiting = chunk, batch
         if waiting is not None:
             waiting[0].wait()
             yield waiting[1]
@@ -273,10 +281,10 @@ class GpuEngine:
 class _Chunk:
     """Page-locked bytes that a copy may be using."""
 
-    def __init__(self, queue: GpuQueue) -> None:
-        self.tensor = queue.host(CHUNK_BYTES)
-        self.array = self.tensor.numpy()
+    def __init__(self, queue: GpuQueue, nbytes: int) -> None:
+        self.array = queue.host(nbytes)
         self.view = memoryview(self.array)  # type: ignore[arg-type]  # numpy arrays are buffers
+        self.address: int = self.array.ctypes.data
         self._mark = queue.mark()
         self._marked = False
 
@@ -288,21 +296,22 @@ class _Chunk:
     def wait(self) -> None:
         """Until it is not."""
         if self._marked:
-            self._mark.synchronize()
+            self._mark.wait()
             self._marked = False
 
 
 class _Ring:
     """Chunks in turn, made when first needed; each is waited for before it is given out again."""
 
-    def __init__(self, queue: GpuQueue) -> None:
+    def __init__(self, queue: GpuQueue, nbytes: int) -> None:
         self._queue = queue
+        self._nbytes = nbytes
         self._chunks: list[_Chunk] = []
         self._turn = 0
 
     def next(self) -> _Chunk:
         if len(self._chunks) < CHUNKS:
-            self._chunks.append(_Chunk(self._queue))
+            self._chunks.append(_Chunk(self._queue, self._nbytes))
         chunk = self._chunks[self._turn % CHUNKS]
         self._turn += 1
         chunk.wait()
@@ -330,23 +339,24 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _split(place: torch.Tensor, sizes: Iterable[int]) -> tuple[torch.Tensor, ...]:
+def split(place: Memory, sizes: Iterable[int]) -> Place:
     """Areas of device memory, one behind the other."""
     areas, begin = [], 0
     for size in sizes:
-        areas.append(place[begin : begin + size])
+        areas.append(place.part(begin, size))
         begin += _aligned(size)
-    return tuple(areas)
+    source, codes, scales, info = areas
+    return source, codes, scales, info
 
 
-def _rows(area: torch.Tensor, rows: slice, width: int) -> torch.Tensor:
-    return area[rows.start * width : rows.stop * width]
+def _rows(area: Memory, rows: slice, width: int) -> Memory:
+    return area.part(rows.start * width, (rows.stop - rows.start) * width)
 
 
 def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
     """(start, size) of as few equal pieces as chunks allow."""
-    count = -(-nbytes // CHUNK_BYTES)
-    size = min(CHUNK_BYTES, _aligned(-(-nbytes // count)))
+    count = -(-nbytes // IN_BYTES)
+    size = min(IN_BYTES, _aligned(-(-nbytes // count)))
     for start in range(0, nbytes, size):
         yield start, min(size, nbytes - start)
 
@@ -354,14 +364,16 @@ def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 def _packed(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Batches of parts that fit a chunk, large ones divided."""
     batch: list[Part] = []
-    room = CHUNK_BYTES
-    for tensor, sink in parts:
-        while tensor.numel():
-            now, tensor = tensor[:room], tensor[room:]
-            batch.append((now, sink))
-            room -= now.numel()
+    room = OUT_BYTES
+    for memory, sink in parts:
+        done = 0
+        while done < memory.nbytes:
+            size = min(room, memory.nbytes - done)
+            batch.append((memory.part(done, size), sink))
+            done += size
+            room -= size
             if not room:
                 yield batch
-                batch, room = [], CHUNK_BYTES
+                batch, room = [], OUT_BYTES
     if batch:
         yield batch

@@ -14,7 +14,7 @@ import torch
 from beamq.checkpoint import Checkpoint
 from beamq.conversion.buffer_pool import BufferPool
 from beamq.conversion.engines import CpuEngines
-from beamq.conversion.gpu_engine import SLOT_BYTES, GpuEngine, device_nbytes
+from beamq.conversion.gpu_engine import SLOT_BYTES, DevicePool, GpuEngine, device_nbytes
 from beamq.conversion.gpu_queue import CudaQueue, FirstLaunches, device_errors, device_memory
 from beamq.errors import DeviceError
 from beamq.plan import Work
@@ -35,12 +35,12 @@ class GpuEngines:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, work: Work, device: torch.device, memory: int
+        self, checkpoint: Checkpoint, work: Work, device: torch.device, memory: int, workers: int
     ) -> None:
         self._checkpoint = checkpoint
         self._device = device
         self._memory = memory
-        self._cpu = CpuEngines(checkpoint, memory)
+        self._cpu = CpuEngines(checkpoint, memory, workers)
         self._first = FirstLaunches()
         with device_errors(device):
             free, _ = torch.cuda.mem_get_info(device)
@@ -51,11 +51,11 @@ class GpuEngines:
                 f" scale takes {least / 1e9:.2f} GB; end what else runs there, or use --device cpu"
             )
         budget = min(device_need(work), max(least, int(FREE_SHARE * free)))
-        self._pool: BufferPool[torch.Tensor] = BufferPool(
+        self._pool: DevicePool = BufferPool(
             budget,
             allocate=lambda nbytes: device_memory(device, nbytes),
-            size=lambda tensor: tensor.nbytes,
-            discard=lambda tensor: None,
+            size=lambda memory: memory.nbytes,
+            discard=lambda memory: None,
         )
         self.device_nbytes = budget
 

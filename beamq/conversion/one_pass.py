@@ -212,10 +212,11 @@ def _waiting_nbytes(plan: Plan, dtype: str) -> int:
     """Upper bound of what `TapEngine` adds in buffers that wait for a partner's.
 
     Those are of members that are cast on loading; all others lie in the loader's own. Partners are
-    neighbours in the loader's list: of experts one group waits for each reader, of all else one of
-    each kind in a layer.
+    neighbours in the loader's list, of which it deals out `TAP_PLACES` stretches: of experts one
+    group waits for each stretch and each reader, of all else one of each kind in a layer.
     """
-    from beamq.model.load import reader_count  # torch, only where a model runs
+    from beamq.model.fill import TAP_PLACES  # torch, only where a model runs
+    from beamq.model.load import reader_count
 
     as_stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
     experts = 0
@@ -229,7 +230,7 @@ def _waiting_nbytes(plan: Plan, dtype: str) -> int:
             experts = max(experts, waits)
         else:
             others[role.layer] = others.get(role.layer, 0) + waits
-    return experts * (reader_count() + 1) + max(others.values(), default=0)
+    return experts * (reader_count() + TAP_PLACES) + max(others.values(), default=0)
 
 
 def _check_exact(plan: Plan, options: CalibrationOptions) -> None:

@@ -159,7 +159,9 @@ def quantize(
             choice = choose_engine(
                 device, plan, workers=threads, ranks=ranks, calibrates=scales is None
             )
-            engines = open_engines(choice, checkpoint, plan, max_host_memory)
+            engines = open_engines(
+                choice, checkpoint, plan, memory=max_host_memory, workers=threads
+            )
             engine = choice.text(engines.workers(threads))
             if ranks.first:
                 on_engine(engine_sentence(choice, engines, threads))

@@ -20,7 +20,7 @@ from beamq.checkpoint import Checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM
 from beamq.config import read_json_object
 from beamq.conversion import output_folder
-from beamq.conversion.cpu_engine import HELD_BYTES, PIECE_BYTES
+from beamq.conversion.cpu_engine import HELD_BYTES, piece_bytes
 from beamq.conversion.crew import Crew
 from beamq.conversion.engines import Engines
 from beamq.conversion.journal import (
@@ -82,7 +82,7 @@ def default_workers() -> int:
 def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
     """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
     largest = min(work.largest_group_nbytes, HELD_BYTES)
-    return max(min(workers * largest, budget), largest) + workers * 4 * PIECE_BYTES
+    return max(min(workers * largest, budget), largest) + workers * 4 * piece_bytes(workers)
 
 
 def check_memory(work: Work, budget: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from beamq.checksum import Checksum, new_checksum
@@ -56,6 +56,25 @@ def write_whole(
     sink = TensorSink(writer, tensor)
     sink.append(content)
     sink.finish(result)
+
+
+def write_together(
+    writer: ShardWriter, contents: Iterable[tuple[OutputTensor, memoryview]], result: JobResult
+) -> None:
+    """Write small tensors, neighbours in the file at once."""
+    runs: list[tuple[int, bytearray]] = []
+    for tensor, content in sorted(contents, key=lambda pair: pair[0].offset):
+        if content.nbytes != tensor.nbytes:
+            raise RuntimeError(f"{tensor.name}: {content.nbytes} bytes")
+        checksum = new_checksum()
+        checksum.update(content)
+        result.tensors[tensor.name] = checksum.hexdigest()
+        if runs and runs[-1][0] + len(runs[-1][1]) == tensor.offset:
+            runs[-1][1].extend(content)
+        else:
+            runs.append((tensor.offset, bytearray(content)))
+    for offset, run in runs:
+        writer.write(offset, memoryview(run))
 
 
 def f32_bytes(value: float) -> memoryview:

@@ -28,6 +28,7 @@ from beamq.model.stored import expect_shape
 from beamq.torch_dtypes import TORCH_DTYPES
 
 Tree = TypeVar("Tree")
+TAP_PLACES = 8
 
 Tap = Callable[[TensorSpec, int, torch.Tensor], None]
 """Called as (spec, first, tensor): rows first .. first + len(tensor) - 1 of a stored tensor, as
@@ -92,8 +93,13 @@ class Fill:
         return out
 
     def run(self) -> None:
-        """Read everything noted. Raises the first error."""
-        list(self._pool.map(self._fetch, self._reads))  # asking for a result raises its error
+        """Read everything noted. Raises the first error.
+
+        Where somebody converts what is read, several places are read at once, so that the threads
+        do not all write to one file, whose lock they would wait for.
+        """
+        reads = self._reads if self._tap is None else _dealt(self._reads, TAP_PLACES)
+        list(self._pool.map(self._fetch, reads))  # asking for a result raises its error
         self._reads.clear()
 
     def _fetch(self, read: _Read) -> None:
@@ -111,6 +117,12 @@ class Fill:
             self._tap(read.spec, read.first, raw.view(shape))
         if raw is not read.out:
             read.out.copy_(raw)
+
+
+def _dealt(reads: list[_Read], places: int) -> list[_Read]:
+    """From `places` equal stretches in turn; neighbours stay `places` apart."""
+    step = -(-len(reads) // places)
+    return [read for first in range(step) for read in reads[first::step]]
 
 
 def upload(tree: Tree, device: torch.device, stream: torch.cuda.Stream) -> Tree:

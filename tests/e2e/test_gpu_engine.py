@@ -20,6 +20,7 @@ from gpu_double import HostEngines, HostQueue
 from beamq.checkpoint import Checkpoint
 from beamq.conversion import gpu_engine
 from beamq.conversion import quantize as conversion
+from beamq.conversion.cpu_engine import piece_bytes
 from beamq.conversion.quantize import quantize
 from beamq.conversion.sinks import TensorSink
 from beamq.errors import BeamqError, DeviceError, Interrupted, TensorError
@@ -36,7 +37,9 @@ def use_double(monkeypatch: pytest.MonkeyPatch) -> Use:
     def use(**options: Any) -> list[HostEngines]:
         opened: list[HostEngines] = []
 
-        def open_double(_: object, checkpoint: Checkpoint, *__: object) -> HostEngines:
+        def open_double(
+            _: object, checkpoint: Checkpoint, *__: object, **___: object
+        ) -> HostEngines:
             opened.append(HostEngines(checkpoint, **options))
             return opened[-1]
 
@@ -49,7 +52,8 @@ def use_double(monkeypatch: pytest.MonkeyPatch) -> Use:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor in several chunks, FP8 in several parts, chunks shared by tensors."""
-    monkeypatch.setattr(gpu_engine, "CHUNK_BYTES", 3072)
+    monkeypatch.setattr(gpu_engine, "IN_BYTES", 3072)
+    monkeypatch.setattr(gpu_engine, "OUT_BYTES", 2048)
     monkeypatch.setattr(gpu_engine, "PART_BYTES", 5000)
 
 
@@ -289,6 +293,18 @@ def test_the_double_finds_a_missing_wait(
         return
     ours, theirs = files_of(tmp_path / "gpu"), files_of(expected)
     assert ours["model-00001-of-00001.safetensors"] != theirs["model-00001-of-00001.safetensors"]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-all", "fp8"])
+@pytest.mark.parametrize("piece", [1, 5000])
+def test_pieces_of_any_size_give_the_cpu_the_same_bytes(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, piece: int
+) -> None:
+    options = options_for(recipe)
+    expected = plain(beam_nano, tmp_path / "plain", recipe=recipe, **options)
+    assert piece_bytes(4) == 1 << 20 < piece_bytes(16)
+    monkeypatch.setattr("beamq.conversion.engines.piece_bytes", lambda workers: piece)
+    assert_same(plain(beam_nano, tmp_path / "pieces", recipe=recipe, **options), expected)
 
 
 def test_the_library_is_left_as_it_was(beam_nano: Path, tmp_path: Path) -> None:

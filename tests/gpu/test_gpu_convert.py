@@ -100,8 +100,8 @@ def test_on_the_way_of_a_forward_pass(
     found = quantize(sources[source], both[1], **options)
     assert found.engine.startswith("cuda:0")
 
-    def on_cpu(_: object, checkpoint: Any, __: object, memory: int) -> CpuEngines:
-        return CpuEngines(checkpoint, memory)
+    def on_cpu(_: object, checkpoint: Any, __: object, **memory: int) -> CpuEngines:
+        return CpuEngines(checkpoint, **memory)
 
     monkeypatch.setattr(conversion, "open_engines", on_cpu)
     quantize(sources[source], both[0], **options)

@@ -30,6 +30,12 @@ def test_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(one["layer_ends_s"]) == 3
     assert one["model_s"] > 49 * one["sparse_layer_s"]
     assert one["model_s_at_7_gb_per_s"] >= one["model_s_at_28_gb_per_s"] >= one["model_s"] - 1e-9
+    assert set(one["stages_s"]) == {
+        f"{first}{what}_{kind}"
+        for first in ("first_", "")
+        for what in ("load", "forward")
+        for kind in ("dense", "sparse")
+    }
     text = capsys.readouterr().out
     assert "upload, kernels, download: not run" in text
     assert [path.name for path in folder.iterdir()] == ["mine"]  # what was not ours stays

@@ -87,7 +87,9 @@ def test_a_gpu_that_cannot(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> N
         found = choose(asked, work(1000 * GB), **more)
         assert found.device == "cpu"
         assert "compute capability 8.0" in found.note
-        assert "compute capability" in engine_sentence(found, open_engines(found, None, None, 1), 2)  # type: ignore[arg-type]
+        assert "compute capability" in engine_sentence(
+            found, open_engines(found, None, None, memory=1, workers=2), 2
+        )  # type: ignore[arg-type]
 
 
 def test_no_gpu_for_this_rank(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +130,7 @@ class TestGpuEngines:
         self, monkeypatch: pytest.MonkeyPatch, free: int, made: Any, memory: int = 10 * GB
     ) -> gpu_engines.GpuEngines:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-        return gpu_engines.GpuEngines(None, made, torch.device("cuda", 0), memory)  # type: ignore[arg-type]
+        return gpu_engines.GpuEngines(None, made, torch.device("cuda", 0), memory, 16)  # type: ignore[arg-type]
 
     def test_workers_within_the_memory_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=5 * SLOT_BYTES + 7)
@@ -148,6 +150,6 @@ class TestGpuEngines:
         choice = engine_choice.EngineChoice(device="cuda:0", name="H200")
         text = engine_sentence(choice, engines, 16)
         assert text == (
-            "On cuda:0 (H200), 2 threads: at most 67.11 MB of page-locked memory and 2.15 GB of"
+            "On cuda:0 (H200), 2 threads: at most 100.66 MB of page-locked memory and 2.15 GB of"
             " the GPU's."
         )
