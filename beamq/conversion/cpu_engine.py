@@ -37,9 +37,12 @@ def piece_bytes(workers: int) -> int:
     """Bytes of a piece where so many threads convert.
 
     Each piece costs three to five turns at the interpreter, which where sixteen threads want it
-    take 50 us each: more than reading 1 MiB. Few threads gain more from pieces that stay in cache.
+    take as long as reading 1 MiB (ADR 12). Few threads gain more from pieces that stay in cache.
+    What all threads hold stays below 512 MiB.
     """
-    return PIECE_BYTES if workers <= MANY_WORKERS else 8 * PIECE_BYTES
+    if workers <= MANY_WORKERS:
+        return PIECE_BYTES
+    return PIECE_BYTES * max(1, min(8, 128 // workers))
 
 
 class CpuEngine:

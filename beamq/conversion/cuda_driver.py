@@ -1,7 +1,7 @@
 """The few calls of CUDA's driver that a conversion makes for every piece of data.
 
 torch's own calls give up the interpreter and queue for it again, which where sixteen threads want
-it costs 50 us for a call that takes three: with some 30 such calls a job, a GPU was fed at 9 GB/s.
+it costs tens of microseconds for a call that takes three (ADR 12): a GPU was fed at 9 GB/s.
 Called through `PyDLL` they keep it; only waiting lets go. Streams and memory are torch's.
 
 Addresses are integers. Every call raises `DeviceError` for a code that is not success.

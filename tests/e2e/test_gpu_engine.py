@@ -302,7 +302,7 @@ def test_pieces_of_any_size_give_the_cpu_the_same_bytes(
 ) -> None:
     options = options_for(recipe)
     expected = plain(beam_nano, tmp_path / "plain", recipe=recipe, **options)
-    assert piece_bytes(4) == 1 << 20 < piece_bytes(16)
+    assert [piece_bytes(workers) >> 20 for workers in (1, 4, 5, 16, 32, 200)] == [1, 1, 8, 8, 4, 1]
     monkeypatch.setattr("beamq.conversion.engines.piece_bytes", lambda workers: piece)
     assert_same(plain(beam_nano, tmp_path / "pieces", recipe=recipe, **options), expected)
 
