@@ -19,6 +19,7 @@ cannot be put together exactly (sums of squares, percentiles).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -37,8 +38,9 @@ class ExpertExchange(Protocol):
     def mine(self, batch: int) -> bool:
         """Whether this process computes what is not experts of that batch."""
 
-    def spread(self, batch: int, *tensors: torch.Tensor) -> None:
-        """Fill with what the process has at which the batch is at home."""
+    def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
+        """Fill with what the process has at which the batch is at home, once the result is called:
+        what is computed in between runs beside the transfer."""
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
         """Fill with the sum of all experts, where `mine`."""
@@ -64,8 +66,9 @@ class Alone:
         """All are."""
         return True
 
-    def spread(self, batch: int, *tensors: torch.Tensor) -> None:
+    def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
         """Nothing."""
+        return _no_wait
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
         """Nothing."""
@@ -93,11 +96,18 @@ class RankChain:
         """Batches go round."""
         return not self.divided or self._home(batch) == self._rank
 
-    def spread(self, batch: int, *tensors: torch.Tensor) -> None:
+    def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
         """From the batch's home to all."""
-        if self.divided:
-            for tensor in tensors:
-                torch.distributed.broadcast(tensor, self._home(batch))
+        if not self.divided:
+            return _no_wait
+        home = self._home(batch)
+        works = [torch.distributed.broadcast(each, home, async_op=True) for each in tensors]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
         """From the last rank to where the batch is at home."""
@@ -125,6 +135,10 @@ class RankChain:
 
     def _home(self, batch: int) -> int:
         return batch % (self._last + 1)
+
+
+def _no_wait() -> None:
+    """All is here already."""
 
 
 def own_experts(ranks: Ranks, config: BeamConfig) -> range:

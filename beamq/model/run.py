@@ -26,7 +26,7 @@ once, so a batch's size sets the memory of activations.
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -46,7 +46,11 @@ from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm
 from beamq.model.moe import Dispatch, ExpertSlice, add_slice, choose, finish, sort_choices
 from beamq.model.observe import Observer, Observers
+from beamq.model.shelf import Shelf
 from beamq.model.visit import ExpertVisitor, VisitedLayer
+
+TRANSFERS = 4
+"""Batches whose states may be on their way between processes at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,40 +59,6 @@ class Batch:
 
     h_TK: torch.Tensor
     layout: SequenceLayout
-
-
-class _Shelf:
-    """Tensors by number, on the device until `budget` bytes are taken, on the host beyond."""
-
-    def __init__(self, device: torch.device, budget: int | None) -> None:
-        self._device = device
-        self._left = math.inf if budget is None else budget
-        self._held: dict[int, torch.Tensor] = {}
-        self._spilled: set[int] = set()
-
-    def put(self, key: int, tensor: torch.Tensor) -> None:
-        """Store or replace a tensor; its place is chosen the first time."""
-        if tensor is self._held.get(key):
-            return
-        if key in self._spilled:
-            self._held[key].copy_(tensor)
-        elif key in self._held or tensor.nbytes <= self._left:
-            self._left -= 0 if key in self._held else tensor.nbytes
-            self._held[key] = tensor.to(self._device)
-        else:
-            # Pinned, since pageable memory would cost more time than the layer takes.
-            pin = self._device.type == "cuda"
-            spill = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-            self._held[key] = spill.copy_(tensor)
-            self._spilled.add(key)
-
-    def get(self, key: int) -> torch.Tensor:
-        """The tensor, on the device."""
-        return self._held[key].to(self._device)
-
-    def peek(self, key: int) -> torch.Tensor:
-        """The tensor, wherever it is."""
-        return self._held[key]
 
 
 def run_layers(
@@ -154,7 +124,7 @@ class LayerPass:
         self._visitor = visitor
         self._table = position_table(stream.config, longest, device)
         self._observer = Observers(observers) if observers else None
-        self._shelf = _Shelf(device, resident_bytes)
+        self._shelf = Shelf(device, resident_bytes)
         self._exchange = exchange or Alone(stream.config)
         self._batches = batches
         self.take_back()
@@ -187,27 +157,39 @@ class LayerPass:
                 mlp = replace(mlp, experts=tuple(mlp.experts))  # kept for the visit
             self._sliced(weights, mlp, batches)
             return
-        for number, batch in enumerate(batches):
-            if self._exchange.mine(number):
-                h_TK = decoder_layer(
-                    self._shelf.get(number),
-                    weights,
-                    self._config,
-                    batch.layout,
-                    self._table,
-                    gemm=self._gemm,
-                    observer=self._observer,
-                )
-                self._shelf.put(number, h_TK)
-        self._spread_states()
 
-    def _spread_states(self) -> None:
-        """Every process gets the hidden states that another one computed."""
-        if self._exchange.divided:
-            for number in range(len(self._batches)):
-                h_TK = self._shelf.get(number)
-                self._exchange.spread(number, h_TK)
-                self._shelf.put(number, h_TK)
+        def whole(number: int, h_TK: torch.Tensor) -> torch.Tensor:
+            return decoder_layer(
+                h_TK,
+                weights,
+                self._config,
+                batches[number].layout,
+                self._table,
+                gemm=self._gemm,
+                observer=self._observer,
+            )
+
+        self._at_home(whole)
+
+    def _at_home(self, work: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
+        """New states of every batch: by `work` of its number and states where it is at home, and
+        told to all. Transfers run beside the next batches' work."""
+        told: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
+
+        def keep() -> None:
+            number, h_TK, wait = told.popleft()
+            wait()
+            self._shelf.put(number, h_TK)
+
+        for number in range(len(self._batches)):
+            h_TK = self._shelf.get(number)
+            if self._exchange.mine(number):
+                h_TK = work(number, h_TK)
+            told.append((number, h_TK, self._exchange.spread(number, h_TK)))
+            if len(told) > (TRANSFERS if self._exchange.divided else 0):
+                keep()
+        while told:
+            keep()
 
     def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
         """A sparse layer whose experts come in slices, or are visited: batches inside."""
@@ -216,38 +198,45 @@ class LayerPass:
         self._experts(weights, mlp, plans)
         if self._visitor is not None and self._visitor.wants(weights.index):
             self._visit(self._visitor, weights, mlp, plans)
-        for number in range(len(batches)):
-            h_TK, sum_TK = self._shelf.get(number), self._shelf.get(number + sums)
-            self._exchange.bring_home(number, sum_TK)
-            if self._exchange.mine(number):
-                out_TK = finish(sum_TK, h_TK.dtype, self._config)
-                self._shelf.put(number, close_mlp(h_TK, out_TK, weights, self._config))
-        self._spread_states()
+        if not isinstance(self._exchange, Alone):
+            for number in range(sums):
+                sum_TK = self._shelf.get(number + sums)
+                self._exchange.bring_home(number, sum_TK)
+                self._shelf.put(number + sums, sum_TK)
+
+        def closed(number: int, h_TK: torch.Tensor) -> torch.Tensor:
+            out_TK = finish(self._shelf.get(number + sums), h_TK.dtype, self._config)
+            return close_mlp(h_TK, out_TK, weights, self._config)
+
+        self._at_home(closed)
 
     def _plans(
         self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]
     ) -> list[Dispatch]:
         """Batches up to their experts: the states behind attention, empty sums, choices."""
         chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for number, batch in enumerate(batches):
-            if not self._exchange.mine(number):
-                continue
+
+        def routed(number: int, h_TK: torch.Tensor) -> torch.Tensor:
             h_TK = attention_half(
-                self._shelf.get(number),
+                h_TK,
                 weights,
                 self._config,
-                batch.layout,
+                batches[number].layout,
                 self._table,
                 gemm=self._gemm,
                 observer=self._observer,
             )
-            self._shelf.put(number, h_TK)
-            x_TK = mlp_input(h_TK, weights, self._config)
             routing = choose(
-                x_TK, mlp.router, self._config, layer=weights.index, observer=self._observer
+                mlp_input(h_TK, weights, self._config),
+                mlp.router,
+                self._config,
+                layer=weights.index,
+                observer=self._observer,
             )
             chosen[number] = routing.experts_Tk.contiguous(), routing.weights_Tk.contiguous()
-        self._spread_states()
+            return h_TK
+
+        self._at_home(routed)
         plans = []
         device, config = self._stream.loader.device, self._config
         for number, batch in enumerate(batches):
@@ -258,7 +247,7 @@ class LayerPass:
                     torch.empty(shape, device=device),
                 )
             experts_Tk, weights_Tk = chosen.pop(number)
-            self._exchange.spread(number, experts_Tk, weights_Tk)
+            self._exchange.spread(number, experts_Tk, weights_Tk)()
             plans.append(sort_choices(experts_Tk, weights_Tk, config.num_experts))
             empty = torch.zeros(shape[0], config.hidden_size, device=device)
             self._shelf.put(number + len(batches), empty)
