@@ -33,7 +33,7 @@ class Block:
         wide = torch.zeros(experts, 48, n, device=device)
         w = wide[:, 16:32]
         w.copy_(self.w)
-        unit = torch.zeros(experts, 40, 40, device=device)
+        unit = torch.zeros(experts, 40, 40, device=device).mT  # as Cholesky leaves it on a GPU
         unit[:, 8:24, 8:24] = self.unit.to(device)
         codes = torch.zeros(experts, n, 24, dtype=torch.uint8, device=device)
         scales = torch.zeros(experts, n, 3, dtype=torch.uint8, device=device)

@@ -68,7 +68,7 @@ def test_what_does_not_fit_is_refused(cuda: torch.device) -> None:
     with pytest.raises(ValueError, match="expected FP32"):
         gpu_gptq.round_block(given.moved.double(), given.w, *rest)
     with pytest.raises(ValueError, match="in one piece"):
-        gpu_gptq.round_block(given.moved, given.w, given.unit.transpose(1, 2), *rest[1:])
+        gpu_gptq.round_block(given.moved, given.w, given.unit, given.pivot.t(), *rest[2:])
     with pytest.raises(ValueError, match="multiple of 16"):
         gpu_operand.nvfp4_operand(torch.zeros(2, 24).bfloat16(), torch.tensor(1.0))
     with pytest.raises(ValueError, match="expected contiguous BF16"):

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from beamq.formats.kernels.gpu_nvfp4 import as_float
 from beamq.formats.numerics import NVFP4_BLOCK
+from beamq.formats.sweep import candidate_offsets
 
 _TILE = 128  # rows of a program, one a thread
 
@@ -86,12 +87,12 @@ def _columns(src: tl.tensor, n: tl.tensor, row: tl.tensor, inside: tl.tensor) ->
 
 
 @triton.jit
-def _above(unit: tl.tensor, stride: tl.tensor) -> tl.tuple:
+def _above(unit: tl.tensor, row: tl.tensor, column: tl.tensor) -> tl.tuple:
     """The 120 values above the diagonal, row by row; one for all threads."""
     out = ()
     for j in tl.static_range(15):
         for k in tl.static_range(j + 1, 16):
-            value = tl.load(unit + j * stride + k)
+            value = tl.load(unit + j * row + k * column)
             out = out + (value,)  # type: ignore[assignment]  # noqa: RUF005 - no unpacking
     return out
 
@@ -135,9 +136,12 @@ def _loss(
 
 @triton.jit(
     do_not_specialize=[
-        "n", "moved_stride", "w_stride", "unit_stride", "unit_row", "pivot_stride", "codes_stride",
-        "codes_row", "scales_stride", "scales_row",
-    ]
+        "candidates", "n", "moved_stride", "w_stride", "unit_stride", "unit_row", "unit_column",
+        "pivot_stride", "codes_stride", "codes_row", "scales_stride", "scales_row",
+    ],
+    do_not_specialize_on_alignment=[
+        "moved", "w", "unit", "pivot", "global_scales", "codes", "scales"
+    ],
 )  # fmt: skip
 def round_block_kernel(
     moved: tl.tensor,
@@ -147,11 +151,13 @@ def round_block_kernel(
     global_scales: tl.tensor,
     codes: tl.tensor,
     scales: tl.tensor,
+    candidates: tl.tensor,
     n: tl.tensor,
     moved_stride: tl.tensor,
     w_stride: tl.tensor,
     unit_stride: tl.tensor,
     unit_row: tl.tensor,
+    unit_column: tl.tensor,
     pivot_stride: tl.tensor,
     codes_stride: tl.tensor,
     codes_row: tl.tensor,
@@ -159,7 +165,11 @@ def round_block_kernel(
     scales_row: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """Rows of one expert; grid (tiles of rows, experts). Codes are addressed in words of eight."""
+    """Rows of one expert; grid (tiles of rows, experts). Codes are addressed in words of eight.
+
+    `candidates` is 16, and not known to the compiler: of a loop of so many rounds LLVM asks whether
+    it is a CRC, and in so much arithmetic looks for minutes.
+    """
     expert = tl.program_id(1).to(tl.int64)
     moved += expert * moved_stride
     w += expert * w_stride
@@ -170,18 +180,20 @@ def round_block_kernel(
     global_scale = tl.load(global_scales + expert)
     moved_16 = _columns(moved, n, row, inside)
     w_16 = _columns(w, n, row, inside)
-    unit_120 = _above(unit, unit_row)
+    unit_120 = _above(unit, unit_row, unit_column)
     pivot_16 = _pivots(pivot)
     middle = _max_code(moved_16, global_scale)
     chosen = middle
     best = tl.full((TILE,), float("inf"), tl.float32)
-    for i in range(16):  # the sweep's order: 0, -7 .. -1, 1 .. 8
+    i = candidates - candidates
+    while i < candidates:  # the sweep's order: 0, -7 .. -1, 1 .. 8
         offset = tl.where(i == 0, 0, tl.where(i < 8, i - 8, i - 7))
         code = tl.minimum(tl.maximum(middle + offset, 1), 126)
         loss = _loss(moved_16, w_16, unit_120, pivot_16, _value(code) * global_scale)
         better = loss < best
         best = tl.where(better, loss, best)
         chosen = tl.where(better, code, chosen)
+        i += 1
     step = _value(chosen) * global_scale
     per_step = tl.minimum(tl.div_rn(1.0, step), _LARGEST)
     x = moved_16
@@ -221,8 +233,8 @@ def round_block(
     for block in (moved_E16N, w_E16N):
         if block.dtype != torch.float32 or block.stride()[1:] != (n, 1):
             raise ValueError(f"{block.dtype}, strides {block.stride()}; expected FP32, N and 1")
-    if unit_E1616.stride(2) != 1 or pivot_E16.stride(1) != 1:
-        raise ValueError("the factor's rows must lie in one piece")
+    if pivot_E16.stride(1) != 1:
+        raise ValueError("an expert's pivots must lie in one piece")
     words_EN2 = codes_EN8.view(torch.int32)
     if w_E16N.numel():
         round_block_kernel[(triton.cdiv(n, _TILE), experts)](
@@ -233,11 +245,13 @@ def round_block(
             global_scale_E,
             words_EN2,
             scale_EN.view(torch.int8),
+            len(candidate_offsets()),
             n,
             moved_E16N.stride(0),
             w_E16N.stride(0),
             unit_E1616.stride(0),
             unit_E1616.stride(1),
+            unit_E1616.stride(2),
             pivot_E16.stride(0),
             words_EN2.stride(0),
             words_EN2.stride(1),
