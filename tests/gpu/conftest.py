@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,11 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
+
+# Twins run on the CPU: side by side, workers with all cores each would wait for one another.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 def _missing() -> str | None:
