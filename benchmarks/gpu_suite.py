@@ -17,7 +17,8 @@ from typing import IO
 
 STEP_SECONDS = 240
 ROOT = Path(__file__).resolve().parent.parent
-CONVERSION = ("/dev/shm/beamq-conversion",)  # 43 GB of source, and as much again meanwhile
+# 62 GB of source, and half as much of output meanwhile.
+CONVERSION = ("/dev/shm/beamq-conversion", "--sparse-layers", "3", "--rounds", "2")
 DOCTOR = (
     "import json, sys; from beamq.model.gemm_probe import probe;"
     " text = json.dumps(probe(), indent=1); open(sys.argv[1], 'w').write(text); print(text)"
