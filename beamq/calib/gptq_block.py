@@ -25,7 +25,7 @@ from beamq.formats.nvfp4 import max_block_scales
 from beamq.formats.sweep import LARGEST, SMALLEST, candidate_offsets
 
 LARGEST_FP32 = 3.4028234663852886e38  # a step near 2^-127 has no reciprocal
-PIECE_ELEMENTS = {"cpu": 1 << 14}
+PIECE_ELEMENTS = {"cpu": 1 << 16}
 """Trials that are made at once, in elements of one column: on a CPU they should stay in a cache."""
 
 
@@ -43,7 +43,7 @@ def round_block(
     Those two are written, and `w_E16N` becomes w - rounded. All may be views.
     """
     experts, _, n = w_E16N.shape
-    most = PIECE_ELEMENTS.get(w_E16N.device.type, 1 << 26)
+    most = PIECE_ELEMENTS.get(w_E16N.device.type, 1 << 24)
     step = max(1, most // (experts * len(candidate_offsets())))
     for start in range(0, n, step):
         rows = slice(start, start + step)
