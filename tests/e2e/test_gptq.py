@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 import torch
+from hub_server import environment, hub_server
 
 from beamq.calib import expert_moments, expert_rounding, state
 from beamq.calib.data import load_calibration_data
@@ -222,7 +223,14 @@ def test_it_needs_a_text(beam_nano: Path, tmp_path: Path, option: str) -> None:
         quantize(beam_nano, tmp_path / "out", recipe="nvfp4-gptq", **given)
 
 
-def two_ranks(source: Path, output: Path, *, kill: int = 99, **options: Any) -> list[str]:
+def two_ranks(
+    source: Path | str,
+    output: Path,
+    *,
+    kill: int = 99,
+    env: dict[str, str] | None = None,
+    **options: Any,
+) -> list[str]:
     """`quantize` on two ranks; the second kills itself after layer `kill`. Their error output."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -240,8 +248,8 @@ def two_ranks(source: Path, output: Path, *, kill: int = 99, **options: Any) -> 
     started = [
         subprocess.Popen(
             [sys.executable, "-c", script, str(source), str(output)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": port},
+            env={**(env or os.environ), "RANK": str(rank), "WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             stderr=subprocess.PIPE,
         )
         for rank in (0, 1)
@@ -281,3 +289,13 @@ def test_a_rank_that_is_killed_leaves_a_resumable_output(
     assert tensors_of(tmp_path / "out") == tensors_of(made("nvfp4-gptq"))
     for name, moment in finished.items():
         assert (tmp_path / "out" / name).stat().st_mtime_ns == moment, name
+
+
+def test_two_ranks_round_a_source_on_the_hub(
+    made: Callable[[str], Path], beam_nano: Path, tmp_path: Path
+) -> None:
+    with hub_server() as hub:
+        hub.add("reflection/beam-nano", beam_nano)
+        env = environment(hub, tmp_path / "hf")
+        two_ranks("reflection/beam-nano", tmp_path / "out", env=env, recipe="nvfp4-gptq", **SHARDED)
+    assert tensors_of(tmp_path / "out") == tensors_of(made("nvfp4-gptq"))
