@@ -73,9 +73,14 @@ def start(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
 
 
 def follow(process: subprocess.Popen[str]) -> tuple[str, list[tuple[int, float]]]:
-    """All output, and when each layer was done. Raises `RuntimeError` if the command failed."""
+    """All output, and when each layer was done. Raises `RuntimeError` if the command failed.
+
+    Lines are passed on with their time, so that a run that is cut off says how far it came.
+    """
     lines, done = [], []
+    begun = time.monotonic()
     for line in process.stdout or ():
+        print(f"  {time.monotonic() - begun:6.1f} s  {line}", end="", file=sys.stderr, flush=True)
         found = LAYER_DONE.search(line)
         if found:
             done.append((int(found[1]) - 1, time.monotonic()))
