@@ -64,11 +64,9 @@ def test_sound_checkpoints_pass(recipe: str, made: Callable[[str], Path], beam_n
     assert "nats" in report.check("forward.kld").detail
 
 
-def test_a_source_beside_itself_is_exact(beam_nano: Path) -> None:
-    report = forward(beam_nano, beam_nano)
-    assert report.check("forward.runs").status == "pass"
-    assert report.check("forward.unquantized").status == "pass"
-    assert report.check("forward.kld").status == "skip"
+def test_a_source_has_no_bounds_to_be_held_to(beam_nano: Path) -> None:
+    with pytest.raises(UsageError, match="not quantized, so level forward has no bounds"):
+        forward(beam_nano, beam_nano)
 
 
 def swapped_experts(folder: Path) -> None:
