@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from beamq.checkpoint import Checkpoint
 from beamq.errors import TensorError
+from beamq.eval.structure import LARGEST_GLOBAL, SMALLEST_NORMAL
 from beamq.formats.kernels import cpu
 from beamq.formats.layout import quantized_tensors
 from beamq.header import TensorSpec
@@ -89,8 +90,14 @@ class Decoded:
         codes = self._rows(f"{module}.weight", first, rows)
         scales = self._rows(f"{module}.weight_scale", first, rows)
         if fmt == "nvfp4":
-            raw = self.checkpoint.read(f"{module}.weight_scale_2")
-            cpu.nvfp4_dequantize(codes, scales, k, struct.unpack("<f", raw)[0], out, "BF16")
+            name = f"{module}.weight_scale_2"
+            global_scale: float = struct.unpack("<f", self.checkpoint.read(name))[0]
+            if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
+                raise TensorError(
+                    f"{spec.file}: {name} is {global_scale}, which no weight can have; `beamq"
+                    " verify` on that folder tells what is broken"
+                )
+            cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "BF16")
         else:
             cpu.fp8_dequantize_rows(codes, scales, k, out, "BF16")
 

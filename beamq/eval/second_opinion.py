@@ -11,6 +11,7 @@ multiplications shows. Importing those libraries takes seconds; without them the
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from beamq.checkpoint import Checkpoint
 from beamq.eval.checks import Ledger
 from beamq.eval.config_checks import NVFP4
-from beamq.eval.structure import Linear
+from beamq.eval.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 
 if TYPE_CHECKING:
@@ -67,13 +68,28 @@ def ask_second_opinion(
         return
     unit = f"linears, by {package} {metadata.version(package)}"
     for linear in choose_sample(linears, count):
+        global_scale = _global_scale(checkpoint, linear)
+        if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
+            ledger.fault(CHECK, linear.module, f"cannot decode with weight_scale_2 {global_scale}")
+            continue
         ledger.examined(CHECK, 1, unit)
-        difference = _compare(checkpoint, linear, decode)
+        difference = _compare(checkpoint, linear, global_scale, decode)
         if difference:
             ledger.fault(CHECK, linear.module, f"{package} {difference}")
 
 
-def _compare(checkpoint: Checkpoint, linear: Linear, decode: Decoder) -> str | None:
+def _global_scale(checkpoint: Checkpoint, linear: Linear) -> float:
+    """As stored, whatever that is; 1 for FP8, which has none."""
+    spec = linear.parts.get("weight_scale_2")
+    if spec is None:
+        return 1.0
+    stored: float = struct.unpack("<f", checkpoint.read(spec.name))[0]
+    return stored
+
+
+def _compare(
+    checkpoint: Checkpoint, linear: Linear, global_scale: float, decode: Decoder
+) -> str | None:
     import torch
 
     n, k = linear.shape
@@ -81,12 +97,9 @@ def _compare(checkpoint: Checkpoint, linear: Linear, decode: Decoder) -> str | N
     first = (n - rows) // 2
     codes = _rows(checkpoint, linear, "weight", first, rows)
     scales = _rows(checkpoint, linear, "weight_scale", first, rows)
-    global_scale = 1.0
     ours_RK = torch.empty(rows, k, dtype=torch.float32)
     out = ours_RK.numpy().data
     if "weight_scale_2" in linear.parts:
-        raw = checkpoint.read(linear.parts["weight_scale_2"].name)
-        global_scale = torch.frombuffer(raw, dtype=torch.float32).item()
         cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "F32")
         scales_t = torch.frombuffer(scales, dtype=torch.float8_e4m3fn).view(rows, k // 16)
         codes_t = torch.frombuffer(codes, dtype=torch.uint8).view(rows, k // 2)

@@ -37,6 +37,7 @@ _FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by form
 CODE_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2")
 SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
 SMALLEST_NORMAL = 2.0**-126
+LARGEST_GLOBAL = 2.0**117  # beyond it, a code times both scales leaves FP32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

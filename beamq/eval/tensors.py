@@ -25,14 +25,13 @@ from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.checksum import new_checksum
 from beamq.eval.items import Item, Outcome
 from beamq.eval.rounding import Nvfp4Bound, rounding_rule
-from beamq.eval.structure import SMALLEST_NORMAL, Linear
+from beamq.eval.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 from beamq.header import ITEMSIZE, TensorSpec
 from beamq.roles import PRECISE_FP32
 from beamq.sources import SourceRange
 
 PIECE_BYTES = 1 << 20
-LARGEST_GLOBAL = 2.0**117  # beyond it, a code times both scales leaves FP32
 
 
 class Readable(Protocol):

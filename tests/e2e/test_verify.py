@@ -554,6 +554,18 @@ def test_a_second_opinion_that_differs_is_a_failure(
     assert report.check("values.second-opinion").count == 2
 
 
+@pytest.mark.parametrize("value", [NAN, 0.0, -1.0, 1e-40])
+def test_a_second_opinion_of_a_broken_global_scale_is_a_finding(
+    value: float, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """And not an internal error that hides all other findings."""
+    folder = Path(shutil.copytree(made("nvfp4-max"), tmp_path / "damaged"))
+    scalar("weight_scale_2", value, f"{EXPERT}.down_proj")(folder)
+    resign(folder)
+    report = verify(folder, sample=10_000)
+    assert failed(report) == {"scales.global", "values.second-opinion"}
+
+
 def test_every_check_has_a_case_in_which_it_fails() -> None:
     shown = {name for case in CASES for name in case.fails} | {"values.second-opinion"}
     # Level forward has its own, in test_forward_check.
