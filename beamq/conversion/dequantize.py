@@ -31,6 +31,7 @@ from beamq.conversion.runner import (
     default_workers,
 )
 from beamq.conversion.scale_source import no_scales
+from beamq.conversion.unfinished import refuse_unfinished
 from beamq.errors import TensorError
 from beamq.formats.layout import NVFP4_BLOCK
 from beamq.header import TensorSpec
@@ -81,6 +82,7 @@ def dequantize(
     begun = time.monotonic()
     output, ranks = user_path(output), current_ranks()
     output_folder.check_places(checkpoint, output)
+    refuse_unfinished(user_path(checkpoint))
     with ranks.meeting():
         if ranks.first:
             output_folder.check(output, resume=resume, overwrite=overwrite)

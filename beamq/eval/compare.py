@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from beamq.calib.options import DTYPES
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
+from beamq.conversion.unfinished import refuse_unfinished
 from beamq.errors import CheckpointError, UsageError
 from beamq.eval.bounds import limits_for
 from beamq.eval.comparison import Candidate, Comparison, Member, damage_of
@@ -41,6 +42,7 @@ from beamq.eval.streams import Findings, StreamOptions, run_side_by_side
 from beamq.eval.verdict import judge, listed
 from beamq.model.linear import gemm_backend
 from beamq.model.logits import usable_device
+from beamq.small_files import user_path
 from beamq.version import __version__
 from beamq.weight_files import MAX_INDEX_BYTES
 
@@ -160,6 +162,8 @@ def _size(
 
 def _open_all(paths: Sequence[str | Path], stack: ExitStack) -> list[_Opened]:
     """Open all; models of one name are told apart by a number."""
+    for path in paths:
+        refuse_unfinished(user_path(path))
     opened = [stack.enter_context(open_checkpoint(path)) for path in paths]
     total = Counter(checkpoint.label for checkpoint in opened)
     seen: Counter[str] = Counter()

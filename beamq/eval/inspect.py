@@ -16,12 +16,12 @@ from typing import Any
 
 from beamq.checkpoint import open_files
 from beamq.config import MAX_CONFIG_BYTES, BeamConfig, read_json_object
+from beamq.conversion.unfinished import refuse_unfinished
 from beamq.errors import ConfigError
 from beamq.eval.checks import Ledger
 from beamq.eval.folder import HF_QUANT_NAME, MANIFEST_NAME, optional_json, read_shards
 from beamq.eval.oddities import claim_notes, file_notes, is_scale, role_of, tensor_notes
 from beamq.eval.structure import CODE_DTYPES
-from beamq.eval.unfinished import refuse_unfinished
 from beamq.header import TensorSpec
 from beamq.hub.repo import hub_source
 from beamq.roles import Role

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM, new_checksum, shard_digest
+from beamq.conversion.unfinished import refuse_unfinished
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.checks import CHECKS, Ledger, RoleError, VerifyReport
 from beamq.eval.config_checks import (
@@ -39,7 +40,6 @@ from beamq.eval.second_opinion import ask_second_opinion
 from beamq.eval.structure import Inventory, check_scalars, take_inventory
 from beamq.eval.sums import check_files, check_sums, read_head
 from beamq.eval.tensors import Examiner, Readable, examine_all
-from beamq.eval.unfinished import refuse_unfinished
 from beamq.small_files import user_path
 from beamq.sources import SourceRange
 

@@ -18,6 +18,7 @@ from beamq.conversion.output_lock import OutputLock
 from beamq.conversion.quantize import quantize
 from beamq.errors import CheckFailed, CheckpointError, UsageError
 from beamq.eval.checks import NEEDS_QUANTIZED, VerifyReport
+from beamq.eval.compare import compare
 from beamq.eval.inspect import inspect_checkpoint
 from beamq.eval.verify import verify
 from beamq.hub.push import push
@@ -208,7 +209,16 @@ def begun(convert: Callable[..., object], source: Path, output: Path, **options:
     assert (output / STATE_DIR).is_dir()
 
 
-@pytest.mark.parametrize("look", [verify, inspect_checkpoint, lambda f: push(f, "a/b")])
+LOOKS = {
+    "verify": verify,
+    "inspect": inspect_checkpoint,
+    "push": lambda folder: push(folder, "a/b"),
+    "dequantize": lambda folder: dequantize(folder, folder.parent / "decoded"),
+    "compare": lambda folder: compare("examples/beam-nano", [folder]),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_an_unfinished_output_is_named_with_the_way_on(
     beam_nano: Path, tmp_path: Path, look: Callable[[Path], object]
 ) -> None:

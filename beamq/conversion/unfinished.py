@@ -14,9 +14,9 @@ from typing import Any
 
 from beamq.checkpoint import HUB_STAMP
 from beamq.conversion.journal import MAX_JOURNAL_BYTES, STATE_DIR
+from beamq.conversion.output_folder import MANIFEST_NAME
 from beamq.conversion.output_lock import holder
 from beamq.errors import BeamqError, CheckpointError
-from beamq.eval.folder import MANIFEST_NAME
 from beamq.shards import PARTIAL
 from beamq.small_files import parse_json, read_small
 
