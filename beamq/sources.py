@@ -94,17 +94,33 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise `AlreadyQuantizedError` if the tensors are quantized, whatever the config says."""
+    """Raise `AlreadyQuantizedError` if tensors are scales, or codes with a scale beside them.
+
+    Codes alone are enough where the config declares a quantization. Elsewhere one tensor of an odd
+    dtype is no quantized model: `map_sources` names it and its dtype.
+    """
+    declared = checkpoint.config.get("quantization_config")
+    claims = bool(declared) or checkpoint.source.has("hf_quant_config.json")
     for name, spec in checkpoint.tensors.items():
-        if is_quantized(spec):
-            kind = "NVFP4" if spec.dtype == "U8" or name.endswith("_scale_2") else "FP8"
-            declared = checkpoint.config.get("quantization_config")
-            if isinstance(declared, dict):
-                kind = str(declared.get("quant_algo") or declared.get("format") or kind)[:40]
-            raise AlreadyQuantizedError(
-                f"{checkpoint.name}: already quantized ({kind}; {name} is {spec.dtype})."
-                " Use the BF16 original, or `beamq dequantize` first"
-            )
+        if not is_quantized(spec) or not (claims or _scaled(checkpoint, name)):
+            continue
+        kind = {"U8": "NVFP4", "I8": "INT8"}.get(spec.dtype, "FP8")
+        if name.endswith("_scale_2"):
+            kind = "NVFP4"
+        if isinstance(declared, dict):
+            kind = str(declared.get("quant_algo") or declared.get("format") or kind)[:40]
+        raise AlreadyQuantizedError(
+            f"{checkpoint.name}: already quantized ({kind}; {name} is {spec.dtype})."
+            " Use the BF16 original, or `beamq dequantize` first"
+        )
+
+
+def _scaled(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a scale or the like, or has one beside it."""
+    module = name.removesuffix(".weight")
+    return name.endswith(QUANTIZED_SUFFIXES) or any(
+        module + suffix in checkpoint.tensors for suffix in QUANTIZED_SUFFIXES
+    )
 
 
 def is_quantized(spec: TensorSpec) -> bool:
@@ -140,7 +156,7 @@ def _packed_tensors(
 def _check_spec(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> None:
     if spec.dtype not in FLOAT_SOURCES:
         raise TensorError(
-            f"{spec.name}: dtype {spec.dtype}, expected {' or '.join(FLOAT_SOURCES)}"
+            f"{spec.name}: dtype is {spec.dtype}, expected BF16, F16 or F32"
             f" ({role.role.value}, {spec.file})"
         )
     if spec.shape != shape:

@@ -331,10 +331,10 @@ def test_already_quantized_sources_are_refused_mlx_lm1192(
     refused(run, folder, tmp_path / "out", name, "dequantize")
 
 
+CODES = [("F8_E4M3", "FP8"), ("F8_E5M2", "FP8"), ("I8", "INT8"), ("U8", "NVFP4")]
 FP8_LIKE: list[tuple[str, str, str]] = [
-    ("F8_E4M3", "weight", "FP8"), ("F8_E5M2", "weight", "FP8"), ("I8", "weight", "FP8"),
-    ("U8", "weight", "NVFP4"), ("F32", "weight_scale_inv", "FP8"),
-    ("F32", "weight_global_scale", "FP8"), ("U8", "weight_packed", "NVFP4"),
+    ("F32", "weight_scale_inv", "FP8"), ("F32", "weight_global_scale", "FP8"),
+    ("U8", "weight_packed", "NVFP4"),
 ]  # fmt: skip
 
 
@@ -348,6 +348,30 @@ def test_quantized_tensors_without_a_config_are_refused_mlx_lm1192(
 
     with pytest.raises(AlreadyQuantizedError, match=rf"{kind}.*dequantize"):
         make_plan(source(beam_nano, tmp_path / "x", change))
+
+
+@pytest.mark.parametrize("sign", ["nothing", "a scale", "config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(("dtype", "kind"), CODES)
+def test_codes_are_quantized_where_a_scale_or_the_config_says_so_mlx_lm1192(
+    beam_nano: Path, tmp_path: Path, dtype: str, kind: str, sign: str
+) -> None:
+    """A tensor of an odd dtype and nothing else is no quantized model: its dtype is wrong."""
+
+    def change(tensors: st.Tensors) -> None:
+        tensors[f"{EXPERT}.up_proj.weight"] = (dtype, [64, 128], bytes(64 * 128))
+        if sign == "a scale":
+            tensors[f"{EXPERT}.up_proj.weight_scale"] = ("F32", [64, 1], bytes(64 * 4))
+
+    folder = source(beam_nano, tmp_path / "x", change)
+    if sign == "config.json":
+        st.edit_config(folder, quantization_config={"quant_method": "x"})
+    elif sign == "hf_quant_config.json":
+        (folder / sign).write_text('{"quantization": {}}')
+    says = rf"already quantized \({kind}; .*up_proj.weight is {dtype}\)"
+    if sign == "nothing":
+        says = rf"^{EXPERT}\.up_proj\.weight: dtype is {dtype}, expected BF16, F16 or F32"
+    with pytest.raises(TensorError if sign == "nothing" else AlreadyQuantizedError, match=says):
+        make_plan(folder)
 
 
 @pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
@@ -424,9 +448,9 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[st.Tensors], object], str]] = {
     "gate_bias 2-D": (shaped(f"{ATTENTION}.gate_bias", [4, 1]), r"\[4, 1\].*\[4\]"),
     "weight transposed": (shaped(f"{EXPERT}.down_proj.weight", [64, 128]), r"\[128, 64\]"),
     "weight 1-D": (shaped(f"{EXPERT}.down_proj.weight", [8192]), r"\[8192\]"),
-    "I64 weight": (shaped("model.layers.0.mlp.up_proj.weight", [512, 128], "I64"), r"dtype I64"),
-    "F64 weight": (shaped("model.layers.0.mlp.up_proj.weight", [512, 128], "F64"), r"dtype F64"),
-    "BOOL norm": (shaped("model.norm.weight", [128], "BOOL"), r"dtype BOOL"),
+    "I64 weight": (shaped("model.layers.0.mlp.up_proj.weight", [512, 128], "I64"), r"dtype is I64"),
+    "F64 weight": (shaped("model.layers.0.mlp.up_proj.weight", [512, 128], "F64"), r"dtype is F64"),
+    "BOOL norm": (shaped("model.norm.weight", [128], "BOOL"), r"dtype is BOOL"),
     "other vocabulary": (shaped("model.embed_tokens.weight", [2047, 128]), r"\[2048, 128\]"),
 }  # fmt: skip
 

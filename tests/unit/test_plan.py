@@ -155,7 +155,10 @@ def test_quantized_sources_are_refused_and_false_claims_dropped(nano_copy: Path)
 
 def test_fp8_tensors_without_any_config_are_refused(nano_copy: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    fp8 = {name: ("F8_E4M3", [512, 128], bytes(512 * 128))}
+    fp8 = {
+        name: ("F8_E4M3", [512, 128], bytes(512 * 128)),
+        f"{name}_scale": ("F32", [512, 1], bytes(512 * 4)),
+    }
     st.edit(nano_copy / "model.safetensors", lambda tensors: tensors.update(fp8))
     with pytest.raises(AlreadyQuantizedError, match="FP8"):
         plan_of(nano_copy)
