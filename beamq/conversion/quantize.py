@@ -147,18 +147,21 @@ def quantize(
         )
         check_memory(plan, max_host_memory)
         check_cache(plan, budget)
+        choice = choose_engine(
+            # A dry run converts nothing, and where any device will do, none is refused.
+            "cpu" if dry_run and device == "auto" else device,
+            plan,
+            workers=threads,
+            ranks=ranks,
+            calibrates=scales is None,
+        )
         if ranks.first:
             on_plan(plan)
         manifest, kept, engine = None, 0, ""
         if dry_run:
             finished = output_folder.finished_nbytes(output, plan) if resume else 0
             output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
-            if device != "auto":
-                choose_engine(device, plan, workers=threads, ranks=ranks, calibrates=scales is None)
         else:
-            choice = choose_engine(
-                device, plan, workers=threads, ranks=ranks, calibrates=scales is None
-            )
             engines = open_engines(
                 choice, checkpoint, plan, memory=max_host_memory, workers=threads
             )

@@ -255,15 +255,24 @@ def test_nothing_at_all_is_answered_with_help(run: Run) -> None:
     assert "Commands" in ran.err
 
 
-def test_a_dry_run_looks_for_the_gpu(
-    run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "options", [["--dry-run"], ["--no-calibration"], [], ["-r", "nvfp4-gptq"], ["-r", "fp8"]]
+)
+def test_a_gpu_that_is_not_here_is_refused_before_anything_is_said(
+    run: Run,
+    beam_nano: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
 ) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ran = run("quantize", beam_nano, tmp_path / "out", "--device", "cuda", "--dry-run")
+    ran = run("quantize", beam_nano, tmp_path / "out", "--device", "cuda", *options)
     assert ran.code == 4
-    assert "no usable NVIDIA GPU" in ran.err
+    assert ran.err.startswith("error: device cuda: no usable NVIDIA GPU")
+    assert ran.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dry_run_tells_of_too_little_disk(
