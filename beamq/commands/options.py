@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from beamq.recipe import BUILT_IN
+
 
 class KvCache(StrEnum):
     """What `--kv-cache` takes."""
@@ -58,7 +60,7 @@ Recipe = Annotated[
     typer.Option(
         "--recipe",
         "-r",
-        help="nvfp4, nvfp4-gptq, nvfp4-mlp, nvfp4-all, fp8, fp8-experts, or a .yaml file.",
+        help=f"{', '.join(BUILT_IN)}, or a .yaml file.",
     ),
 ]
 Exclude = Annotated[

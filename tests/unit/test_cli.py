@@ -22,6 +22,7 @@ from beamq.commands import outcome
 from beamq.console import Screen
 from beamq.errors import UsageError
 from beamq.plan import make_plan
+from beamq.recipe import BUILT_IN
 from beamq.roles import Role
 from beamq.views import doctor
 from beamq.views.plan import describe_units, plan_blocks
@@ -130,6 +131,14 @@ def test_help_names_every_command_and_exit_code(run: Run) -> None:
     assert "130" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
     assert run("--version").out == f"beamq {beamq.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["quantize", "plan"])
+def test_help_lists_every_built_in_recipe(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    recipe = next(p for p in group.commands[command].params if p.name == "recipe")
+    listed = recipe.help.split(", ")
+    assert listed == [*BUILT_IN, "or a .yaml file."]
 
 
 def test_importing_the_command_is_light(repo: Path) -> None:
