@@ -45,7 +45,11 @@ def quantize(
     recipe: Recipe = "nvfp4",
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", metavar="STATS", help="Statistics for NVFP4 input scales."),
+        typer.Option(
+            "--calibration",
+            metavar="STATS",
+            help="Statistics for NVFP4 input scales; nvfp4-gptq takes none.",
+        ),
     ] = None,
     no_calibration: Annotated[
         bool, typer.Option("--no-calibration", help="NVFP4 input scales all 1.0 instead.")

@@ -47,7 +47,8 @@ def check_options(
         given = "--calibration" if calibration is not None else "--no-calibration"
         raise UsageError(
             f"recipe {plan.recipe.name} rounds experts by activations ({method}), which {given}"
-            " does not bring; leave it out, and give --data"
+            " does not bring; leave it out: this recipe calibrates on the way (--data for your own"
+            " text)"
         )
     if plan.recipe.format == "fp8" and (calibration is not None or calibrate):
         raise UsageError(

@@ -22,7 +22,7 @@ from beamq.commands import outcome
 from beamq.console import Screen
 from beamq.errors import UsageError
 from beamq.plan import make_plan
-from beamq.recipe import BUILT_IN
+from beamq.recipe import BUILT_IN, load_recipe
 from beamq.roles import Role
 from beamq.views import doctor
 from beamq.views.plan import describe_units, plan_blocks
@@ -139,6 +139,13 @@ def test_help_lists_every_built_in_recipe(command: str) -> None:
     recipe = next(p for p in group.commands[command].params if p.name == "recipe")
     listed = recipe.help.split(", ")
     assert listed == [*BUILT_IN, "or a .yaml file."]
+
+
+def test_help_says_which_recipe_takes_no_statistics() -> None:
+    group: Any = typer.main.get_command(app)
+    option = next(p for p in group.commands["quantize"].params if p.name == "calibration")
+    methods = [name for name in BUILT_IN if load_recipe(name).expert_method is not None]
+    assert option.help.endswith(f"; {' and '.join(methods)} takes none.")
 
 
 def test_importing_the_command_is_light(repo: Path) -> None:
