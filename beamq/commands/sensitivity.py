@@ -88,7 +88,6 @@ def sensitivity(
             raise UsageError(f"--write-recipe {write_recipe}: a recipe's name ends in .yaml")
         if report is not None:
             check_report_folder(report)
-        screen.say(f"Running the parts of {checkpoint} one by one in {source} ...")
         with screen.progress("measuring") as advance:
             found = run(
                 source,
@@ -100,6 +99,9 @@ def sensitivity(
                 dtype=None if dtype is None else dtype.value,
                 device=device,
                 gemm=gemm,
+                on_start=lambda: screen.say(
+                    f"Running the parts of {checkpoint} one by one in {source} ..."
+                ),
                 progress=advance,
             )
         choice = choose(found, exclude_worst=exclude_worst, max_kl=max_kl, target_bits=target_bits)

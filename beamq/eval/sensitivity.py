@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from beamq.calib.options import DTYPES
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
-from beamq.errors import CheckpointError, UsageError
+from beamq.errors import CheckpointError, TensorError, UsageError
 from beamq.eval.divergence import CHUNK_ELEMENTS, TokenScores, score_base
 from beamq.eval.evaluation_text import read_text
 from beamq.eval.folder import MANIFEST_NAME
@@ -68,14 +68,16 @@ def sensitivity(
     dtype: str | None = None,
     device: str = "auto",
     gemm: str = "reference",
+    on_start: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:
     """Run the parts of `checkpoint` one at a time in place of `source`'s.
 
     `data` are `--data` specs (none: the default evaluation text); `gemm` is how quantized parts are
-    multiplied ("weights-only" leaves activations exact). `progress` is called with layers done and
-    in all. Raises `UsageError` for options, or a checkpoint with nothing quantized, `ConfigError`
-    for another model, and what reading raises.
+    multiplied ("weights-only" leaves activations exact). `on_start` is called when all is checked
+    and before work, `progress` with layers done and in all. Raises `UsageError` for options,
+    `TensorError` for a checkpoint with nothing quantized, `ConfigError` for another model, and what
+    reading raises.
     """
     begun = time.monotonic()
     where = usable_device("cuda" if torch.cuda.is_available() else "cpu")
@@ -89,12 +91,16 @@ def sensitivity(
         base, other = (stack.enter_context(open_checkpoint(p)) for p in (source, checkpoint))
         fmt, units = stored_units(other)
         if not units:
-            raise UsageError(f"{other.label}: nothing in it is quantized")
+            raise TensorError(
+                f"{other.label}: nothing in it is quantized; expected an NVFP4 or FP8 Beam made"
+                f" from {base.label}"
+            )
         config = BeamConfig.from_dict(base.config)
         expect_alike(config, BeamConfig.from_dict(other.config), other.name)
         size = DEFAULT_SIZE.get(where.type, DEFAULT_SIZE["cpu"])
         length = sequence_length or min(size[1], config.max_position_embeddings)
         text = read_text(base, data, (samples or size[0], length), seed)
+        on_start()
         scores = _Branches(base, other, config, units, text.ids_BT, options).run(progress)
         sizes = _unit_nbytes(base, units), _unit_nbytes(other, units)
         manifest = _manifest(other)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from beamq.calib.layerwise import calibrate
 from beamq.cli import app
 from beamq.conversion.quantize import quantize
-from beamq.errors import UsageError
+from beamq.errors import TensorError
 from beamq.eval.compare import compare
 from beamq.eval.sensitivity import sensitivity
 from beamq.eval.verify import verify
@@ -73,8 +73,28 @@ def test_parts_are_all_that_is_quantized(made: Path, beam_nano: Path) -> None:
 
 
 def test_an_unquantized_checkpoint_has_no_parts(beam_nano: Path) -> None:
-    with pytest.raises(UsageError, match="nothing in it is quantized"):
+    with pytest.raises(TensorError, match="nothing in it is quantized"):
         sensitivity(beam_nano, beam_nano, **TEXT)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (["NANO"], 3, "nothing in it is quantized"),
+        (["MADE", "--data", "nowhere.txt"], 3, "nowhere.txt"),
+        (["MADE", "--device", "abacus"], 2, "abacus"),
+    ],
+)
+def test_the_command_is_refused_before_it_says_anything(
+    made: Path, beam_nano: Path, options: list[str], code: int, says: str
+) -> None:
+    places = {"NANO": str(beam_nano), "MADE": str(made / "all")}
+    given = [places.get(option, option) for option in options]
+    ran = CliRunner().invoke(app, ["sensitivity", str(beam_nano), *given])
+    assert ran.exit_code == code
+    assert ran.stderr.startswith("error: ")
+    assert says in ran.stderr
+    assert ran.stdout == ""
 
 
 def test_the_command_writes_a_recipe_that_keeps_its_word(
@@ -107,6 +127,7 @@ def test_the_command_writes_a_recipe_that_keeps_its_word(
     assert found.member.footprint.tensors == shown["choice"]["tensor_bytes"]
     text = CliRunner().invoke(app, given)
     assert text.exit_code == 0
+    assert " ".join(text.stderr.split()).startswith("Running the parts of ")
     assert "Left precise: " in text.stdout
     assert "nats per GB" in text.stdout
 

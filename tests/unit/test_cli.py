@@ -316,6 +316,7 @@ def test_an_output_in_use_is_refused_before_anything_is_said(
         ["quantize", beam_nano, quantized],
         ["quantize", beam_nano, quantized, "--dry-run"],
         ["dequantize", quantized, full],
+        ["dequantize", beam_nano, tmp_path / "bf16"],
     ):
         ran = run(*command)
         assert ran.code in (2, 3)
