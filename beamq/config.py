@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq import small_files
-from beamq.errors import BeamqError, ConfigError
+from beamq.errors import BeamqError, ConfigError, counted, shown_value
 
 MODEL_TYPE = "beam"
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
@@ -137,7 +137,7 @@ def read_json_object(
 
 
 def _fail(key: str, got: object, expected: str) -> ConfigError:
-    return ConfigError(f"config.json: {key} is {str(got)[:80]!r}, expected {expected}")
+    return ConfigError(f"config.json: {key} is {shown_value(got)}, expected {expected}")
 
 
 def _integer(
@@ -167,9 +167,13 @@ def _kinds(
     config: dict[str, Any], key: str, allowed: tuple[str, ...], layers: int
 ) -> tuple[str, ...]:
     value = config.get(key)
-    if not isinstance(value, list) or len(value) != layers:
-        count = len(value) if isinstance(value, list) else value
-        raise _fail(key, count, f"a list of {layers} entries, one for each layer")
+    if not isinstance(value, list):
+        raise _fail(key, value, f"a list of {layers}, one for each layer")
+    if len(value) != layers:
+        raise ConfigError(
+            f"config.json: {key} has {counted(len(value), 'entry', 'entries')}, expected {layers},"
+            " one for each layer"
+        )
     for position, kind in enumerate(value):
         if kind not in allowed:
             raise _fail(f"{key}[{position}]", kind, " or ".join(allowed))

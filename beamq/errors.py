@@ -39,6 +39,17 @@ def printable(text: str, limit: int = 300) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
 
 
+def shown_value(value: object, limit: int = 80) -> str:
+    """A value of a config for a message, at most `limit` characters: text in quotes, numbers and
+    all else bare."""
+    return repr(value[:limit]) if isinstance(value, str) else str(value)[:limit]
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """`1 tensor`, `1,152 tensors`; `things` is a plural that is more than an s, or goes on."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
 MAX_MESSAGE = 2000
 
 

@@ -34,7 +34,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import RecipeError
+from beamq.errors import RecipeError, shown_value
 from beamq.patterns import matches
 from beamq.roles import QUANTIZABLE, Role
 from beamq.small_files import parse_yaml, read_small
@@ -210,7 +210,7 @@ def _rules(value: Any, origin: str) -> dict[Role, str]:
             )
         if fmt not in FORMATS:
             raise RecipeError(
-                f"{origin}: rules.{key} is {str(fmt)[:60]!r}, expected {' or '.join(FORMATS)}"
+                f"{origin}: rules.{key} is {shown_value(fmt, 60)}, expected {' or '.join(FORMATS)}"
             )
     if len(set(rules.values())) > 1:
         raise RecipeError(
@@ -229,7 +229,8 @@ def _bounds(value: Any, origin: str) -> Bounds:
         most = 1.0 if key in ("same_top", "router_overlap") else float("inf")
         if limit is not None and not (number and 0 <= limit <= most):
             raise RecipeError(
-                f"{origin}: bounds.{key} is {str(limit)[:60]!r}, expected a number from 0 to {most}"
+                f"{origin}: bounds.{key} is {shown_value(limit, 60)}, expected a number from 0 to"
+                f" {most}"
             )
     return Bounds(**value)
 
@@ -240,6 +241,6 @@ def _choice(
     value = data.get(key, default)
     if value not in allowed:
         raise RecipeError(
-            f"{origin}: {key} is {str(value)[:60]!r}, expected {' or '.join(allowed)}"
+            f"{origin}: {key} is {shown_value(value, 60)}, expected {' or '.join(allowed)}"
         )
     return str(value)

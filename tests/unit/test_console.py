@@ -15,7 +15,7 @@ from beamq import console
 from beamq.cli import app
 from beamq.commands import outcome
 from beamq.console import Command, Grid, Screen
-from beamq.errors import DiskError, UsageError
+from beamq.errors import DiskError, UsageError, counted
 from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_seconds
 
 
@@ -224,3 +224,9 @@ def test_sizes_shown() -> None:
     assert [show_seconds(s) for s in (0.421, 37.12, 725, 8040)] == [
         "0.42 s", "37.1 s", "12 min 5 s", "2 h 14 min",
     ]  # fmt: skip
+    assert [counted(n, "tensor") for n in (0, 1, 1152)] == [
+        "0 tensors",
+        "1 tensor",
+        "1,152 tensors",
+    ]
+    assert [counted(n, "shard is", "shards are") for n in (1, 2)] == ["1 shard is", "2 shards are"]
