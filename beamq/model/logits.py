@@ -9,6 +9,7 @@ grows with the request is only its hidden states and the logits themselves.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -112,9 +113,11 @@ def _token_rows(input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tens
     """Token ids [B, T], int64, on the CPU. Raises `UsageError` for anything else."""
     try:
         ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as fault:
-        words = " ".join(str(fault).split())[:120]
-        raise UsageError(f"input_ids: expected token ids [B, T], rows alike: {words}") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"input_ids: {_shown(input_ids)}, expected token ids [B, T]: a tensor, or rows of"
+            " integers, all of one length"
+        ) from None
     shape = list(ids.shape)
     if ids.dim() != 2:
         hint = "; one sequence is a batch of one, input_ids[None]" if ids.dim() == 1 else ""
@@ -126,6 +129,12 @@ def _token_rows(input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tens
     return ids.cpu().long()
 
 
+def _shown(value: object) -> str:
+    """What was given in the place of a tensor: a few entries of a list, a type's name."""
+    short = isinstance(value, (str, list, tuple)) or value is None
+    return reprlib.repr(value) if short else type(value).__name__
+
+
 def _mask(
     attention_mask: torch.Tensor | Sequence[Sequence[int]] | None, ids_BT: torch.Tensor
 ) -> torch.Tensor:
@@ -134,9 +143,11 @@ def _mask(
         return torch.ones_like(ids_BT, dtype=torch.bool)
     try:
         mask = torch.as_tensor(attention_mask).cpu()
-    except (TypeError, ValueError, RuntimeError) as fault:
-        words = " ".join(str(fault).split())[:120]
-        raise UsageError(f"attention_mask: expected zeros and ones [B, T]: {words}") from None
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(
+            f"attention_mask: {_shown(attention_mask)}, expected zeros and ones [B, T] in rows of"
+            " one length"
+        ) from None
     if mask.shape != ids_BT.shape:
         raise UsageError(
             f"attention_mask: shape {list(mask.shape)}, expected that of input_ids,"

@@ -287,9 +287,16 @@ def test_quality_is_that_of_the_format(
 @pytest.mark.parametrize(
     ("ids", "says"),
     [
-        ([[1, 2], [3]], "rows alike"),
-        ([["a", "b"]], "rows alike"),
-        (None, "rows alike"),
+        (
+            [[1, 2], [3]],
+            r"^input_ids: \[\[1, 2\], \[3\]\], expected token ids \[B, T\]: a tensor, or"
+            r" rows of integers, all of one length$",
+        ),
+        ([["a", "b"]], r"^input_ids: \[\['a', 'b'\]\], expected token ids .* all of one length$"),
+        (None, "^input_ids: None, expected token ids .* all of one length$"),
+        ("hello", "^input_ids: 'hello', expected token ids .* all of one length$"),
+        ([[1], ["a" * 99]], r"^input_ids: \[\[1\], \['a{12}\.\.\.a{13}'\]\], expected token ids"),
+        ({1: 2}, "^input_ids: dict, expected token ids .* all of one length$"),
         (
             torch.tensor([1, 2, 3]),
             r"shape \[3\], expected \[B, T\]; one .*input_ids\[N",
@@ -316,7 +323,10 @@ def test_ids_of_another_form_are_refused_by_name(beam_nano: Path, ids: Any, says
         ([[1, 1]], r"shape \[1, 2\], expected that of input_ids, \[1, 3\]"),
         ([[0.0, -1e9, 0.0]], "expected 1 for a token and 0 for padding"),
         ([[1, 0, 1]], "has a hole"),
-        ("ones", "expected zeros and ones"),
+        (
+            "ones",
+            r"^attention_mask: 'ones', expected zeros and ones \[B, T\] in rows of one length$",
+        ),
     ],
 )
 def test_masks_of_another_form_are_refused_by_name(beam_nano: Path, mask: Any, says: str) -> None:
