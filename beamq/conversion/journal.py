@@ -45,7 +45,8 @@ _MEANING = {
     "version": "another version of beamq",
     "source": "a source that has changed since",
     "recipe": "another recipe, --exclude or --kv-cache",
-    "input_scales": "other calibration statistics",
+    "input_scales": "another calibration (--data, --samples, --sequence-length, --seed, --experts,"
+    " --dtype, --calibration or --no-calibration)",
     "plan": "another --max-shard-size or plan",
     "checksum": "another checksum algorithm (is xxhash installed?)",
 }
