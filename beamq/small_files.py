@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import BeamqError, DiskError, UsageError
+from beamq.errors import BeamqError, DiskError, UsageError, counted
 
 FREE_BRACKETS = 4096
 MACHINE_FAULTS = {
@@ -122,7 +122,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         shown = ", ".join(name[:60] for name in twice[:3])
-        raise ValueError(f"{len(twice)} names are there twice: {shown}")
+        raise ValueError(f"{counted(len(twice), 'name is', 'names are')} there twice: {shown}")
     return found
 
 

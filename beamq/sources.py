@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.config import BeamConfig
-from beamq.errors import AlreadyQuantizedError, TensorError
+from beamq.errors import AlreadyQuantizedError, TensorError, counted
 from beamq.header import ITEMSIZE, TensorSpec, few
 from beamq.roles import (
     PRECISE_FP32,
@@ -82,15 +82,18 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
         else:
             missing.append(role.name)
     if missing:
-        raise TensorError(
-            f"{checkpoint.name}: {len(missing)} tensors that config.json calls for are missing:"
-            f" {few(missing)}"
-        )
+        raise TensorError(f"{checkpoint.name}: {missing_tensors(len(missing))}: {few(missing)}")
     extra, dropped = _leftovers(checkpoint, used, config)
     notes = _notes(checkpoint, found, extra)
     return SourceMap(
         found=tuple(found), extra=tuple(extra), dropped=tuple(dropped), notes=tuple(notes)
     )
+
+
+def missing_tensors(count: int) -> str:
+    """How many tensors of a Beam are not there, as errors and notes say it."""
+    each = ("tensor that config.json calls for is", "tensors that config.json calls for are")
+    return f"{counted(count, *each)} missing"
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
@@ -203,7 +206,8 @@ def _notes(
     ]
     if careless:
         yield (
-            f"{len(careless)} router tensors are not FP32 in the source (a cast before saving?);"
+            f"{counted(len(careless), 'router tensor is', 'router tensors are')} not FP32 in the"
+            " source (a cast before saving?);"
             " their values are kept exactly and stored as FP32, but bits lost earlier stay lost"
         )
     heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
@@ -215,7 +219,8 @@ def _notes(
     others = [spec.name for spec in extra if spec.name != "lm_head.weight"]
     if others:
         yield (
-            f"{len(others)} tensors are not Beam's ({few(others)}); copied bit for bit, but"
+            f"{counted(len(others), 'tensor is', 'tensors are')} not Beam's ({few(others)}); copied"
+            " bit for bit, but"
             " vLLM and SGLang stop at names they do not know"
         )
     beside = [

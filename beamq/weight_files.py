@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from beamq.config import read_json_object
-from beamq.errors import CheckpointError
+from beamq.errors import CheckpointError, counted
 from beamq.header import TensorSpec, few
 from beamq.source_files import SourceFiles
 
@@ -59,7 +59,7 @@ def _indexed_files(source: SourceFiles) -> tuple[list[str], dict[str, str]]:
     missing = [file for file in files if not source.has(file)]
     if missing:
         raise CheckpointError(
-            f"{where}: {len(missing)} of {len(files)} shards are missing:"
+            f"{where}: {len(missing)} of {counted(len(files), 'shard is', 'shards are')} missing:"
             f" {few(missing)}; finish the download"
         )
     return files, weight_map
@@ -91,5 +91,6 @@ def check_index(
                  for name in tensors if name not in weight_map]  # fmt: skip
     if problems:
         raise CheckpointError(
-            f"{where}: {len(problems)} entries disagree with the shards: {few(problems)}"
+            f"{where}: {counted(len(problems), 'entry disagrees', 'entries disagree')} with the"
+            f" shards: {few(problems)}"
         )

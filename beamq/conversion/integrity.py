@@ -13,7 +13,7 @@ from beamq.checkpoint import Checkpoint
 from beamq.checksum import is_digest, new_checksum
 from beamq.config import read_json_object
 from beamq.conversion.output_folder import MANIFEST_NAME
-from beamq.errors import CheckpointError
+from beamq.errors import CheckpointError, counted
 from beamq.header import few
 
 PIECE_BYTES = 1 << 20
@@ -42,8 +42,9 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
     bad = gone + [name for name, wrong in zip(names, found, strict=True) if wrong]
     if bad:
         raise CheckpointError(
-            f"{checkpoint.label}: {len(bad)} tensors are not the bytes that {MANIFEST_NAME}"
-            f" records: {few(bad)}; `beamq verify` tells more, make or fetch the checkpoint again"
+            f"{checkpoint.label}: {counted(len(bad), 'tensor is', 'tensors are')} not the bytes"
+            f" that {MANIFEST_NAME} records: {few(bad)}; `beamq verify` tells more, make or fetch"
+            " the checkpoint again"
         )
     return len(names)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from beamq.conversion.journal import STATE_DIR
 from beamq.conversion.output_lock import LOCK_NAME, OutputLock, refuse_busy
-from beamq.errors import DiskError, ResumeError, UsageError
+from beamq.errors import DiskError, ResumeError, UsageError, counted
 from beamq.hub.repo import hub_source
 from beamq.plan import Work
 from beamq.shards import PARTIAL, disk_errors, make_folder, sync_folder
@@ -74,7 +74,8 @@ def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
             if begun
             else ("give --overwrite to replace a checkpoint, or choose another output")
         )
-        raise ResumeError(f"{output}: not empty ({len(content)} entries); {hint}")
+        found = counted(len(content), "entry", "entries")
+        raise ResumeError(f"{output}: not empty ({found}); {hint}")
     if not content & {STATE_DIR, MANIFEST_NAME, "config.json", INDEX_NAME}:
         raise ResumeError(
             f"{output}: not empty and not a checkpoint; --overwrite will not delete it"

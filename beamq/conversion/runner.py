@@ -35,7 +35,7 @@ from beamq.conversion.open_shards import OpenShards
 from beamq.conversion.output_folder import MANIFEST_NAME
 from beamq.conversion.preflight import check_small_tensors
 from beamq.conversion.scale_source import ScaleSource
-from beamq.errors import Interrupted, MemoryBudgetError, ResumeError
+from beamq.errors import Interrupted, MemoryBudgetError, ResumeError, counted
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, check_budget
 from beamq.plan import Work
 from beamq.ranks import Ranks, share
@@ -289,7 +289,8 @@ class Runner:
         except Interrupted:
             finished = sum(shard.name in journal.done for shard in work.shards)
             raise Interrupted(
-                f"interrupted; {finished} of {len(work.shards)} shards are finished."
+                f"interrupted; {finished} of"
+                f" {counted(len(work.shards), 'shard is', 'shards are')} finished."
                 " Run the same command with --resume to continue"
             ) from None
 

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from beamq.config import BeamConfig
+from beamq.errors import counted
 from beamq.eval.checks import Ledger, few
 from beamq.eval.folder import MANIFEST_NAME
 from beamq.eval.structure import CODE_DTYPES
 from beamq.header import TensorSpec
 from beamq.roles import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
+from beamq.sources import missing_tensors
 
 # Tensors that describe a weight beside them and are no parameters themselves.
 SCALES = (
@@ -49,7 +51,8 @@ def file_notes(
     if isinstance(entries, dict):
         stray = set(entries).symmetric_difference(tensors)
         if stray:
-            yield f"index and shards disagree about {len(stray)} tensors: {few(sorted(stray))}"
+            some = counted(len(stray), "tensor")
+            yield f"index and shards disagree about {some}: {few(sorted(stray))}"
         named = set(map(str, entries.values()))
         beside = [n for n in names if n.endswith(".safetensors") and n not in named]
         if beside:
@@ -87,7 +90,8 @@ def tensor_notes(
     ]
     if routers:
         dtypes = ", ".join(sorted({tensors[name].dtype for name in routers}))
-        yield f"{len(routers)} router tensors are {dtypes}, not F32: {few(routers)}"
+        some = counted(len(routers), "router tensor is", "router tensors are")
+        yield f"{some} {dtypes}, not F32: {few(routers)}"
     heads = [
         name
         for name, role in roles.items()
@@ -100,10 +104,12 @@ def tensor_notes(
         yield "experts are packed in 3-D tensors"
     caches = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
     if caches:
-        yield f"{len(caches)} KV-cache scales, which SGLang's Beam refuses: {few(caches)}"
+        some = counted(len(caches), "KV-cache scale")
+        yield f"{some}, which SGLang's Beam refuses: {few(caches)}"
     extra = [n for n, role in roles.items() if role.role is Role.EXTRA and n not in caches]
     if extra:
-        yield f"{len(extra)} tensors that are not Beam's: {few(extra)}"
+        some = counted(len(extra), "tensor that is", "tensors that are")
+        yield f"{some} not Beam's: {few(extra)}"
     half = _half_quantized(tensors, roles)
     if half:
         yield f"layers whose experts are quantized in part: {few(half)}"
@@ -116,7 +122,7 @@ def tensor_notes(
             if role.module not in modules and not (role.role is Role.EXPERT and _in(packed, role))
         ]
         if gone:
-            yield f"{len(gone)} tensors that config.json calls for are missing: {few(gone)}"
+            yield f"{missing_tensors(len(gone))}: {few(gone)}"
 
 
 def _in(packed: set[tuple[int | None, str]], role: TensorRole) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from beamq.console import Block, Grid
+from beamq.errors import counted
 from beamq.eval.inspect import Inspection
 from beamq.sizes import show_bytes, show_count
 
@@ -24,7 +25,11 @@ def inspect_blocks(found: Inspection) -> list[Block]:
         ("format", _FORMAT_NAMES.get(found.format, found.format)),
         ("config says", found.declared or "not quantized"),
         ("model", _model(found)),
-        ("size", f"{show_bytes(found.tensor_bytes)} in {_files(found)}, {found.tensors:,} tensors"),
+        (
+            "size",
+            f"{show_bytes(found.tensor_bytes)} in {counted(found.files, 'file')},"
+            f" {counted(found.tensors, 'tensor')}",
+        ),
         (
             "quantized",
             f"{found.share_quantized:.1%} of {show_count(found.parameters)} parameters;"
@@ -69,7 +74,3 @@ def _model(found: Inspection) -> str:
     if found.experts:
         text += f", {found.experts} experts"
     return text
-
-
-def _files(found: Inspection) -> str:
-    return f"{found.files} file{'' if found.files == 1 else 's'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from beamq.console import Block, Grid
+from beamq.errors import counted
 from beamq.hub.push import PushResult
 from beamq.sizes import show_bytes, show_seconds
 
@@ -32,7 +33,7 @@ def push_data(result: PushResult) -> dict[str, Any]:
 
 def push_blocks(result: PushResult) -> list[Block]:
     """The files of a dry run; what was sent otherwise."""
-    total = f"{len(result.files)} files, {show_bytes(result.nbytes)}"
+    total = f"{counted(len(result.files), 'file')}, {show_bytes(result.nbytes)}"
     if result.dry_run:
         files = tuple(
             (file.path, show_bytes(file.nbytes), "last" if file.last else "")

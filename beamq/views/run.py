@@ -8,6 +8,7 @@ from typing import Any
 from beamq.console import Block, Command, Grid
 from beamq.conversion.dequantize import DequantizeResult
 from beamq.conversion.quantize import QuantizeResult
+from beamq.errors import counted
 from beamq.sizes import show_bytes, show_seconds
 from beamq.views.plan import FORMAT_NAMES, plan_data
 
@@ -99,7 +100,11 @@ def dequantize_blocks(result: DequantizeResult) -> list[Block]:
     """The result table."""
     rows = (
         ("output", str(result.output)),
-        ("decoded", f"{result.decoded:,} linears to BF16; {result.copied:,} tensors copied"),
+        (
+            "decoded",
+            f"{counted(result.decoded, 'linear')} to BF16;"
+            f" {counted(result.copied, 'tensor')} copied",
+        ),
         ("size", show_bytes(result.tensor_nbytes)),
         ("time", show_seconds(result.seconds)),
     )

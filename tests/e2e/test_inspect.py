@@ -91,12 +91,12 @@ def test_odd_sources(nano_copy: Path) -> None:
     found = inspect_checkpoint(nano_copy)
     assert found.format == "bf16"
     assert note(found, "packed")
-    assert note(found, "1 router tensors are BF16")
-    assert note(found, r"1 tensors that are not Beam's: mtp.\x1b[31mnorm.weight")
-    assert note(found, "1 KV-cache scales")
+    assert note(found, "1 router tensor is BF16")
+    assert note(found, r"1 tensor that is not Beam's: mtp.\x1b[31mnorm.weight")
+    assert note(found, "1 KV-cache scale, which SGLang")
     assert note(found, "pytorch_model.bin")
     assert note(found, "claims compressed-tensors float-quantized, but no tensor is quantized")
-    assert note(found, "1 tensors that config.json calls for are missing")
+    assert note(found, "1 tensor that config.json calls for is missing")
     assert note(found, "experts.3.up_proj")
 
 

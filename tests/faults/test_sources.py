@@ -106,7 +106,7 @@ def double_key(folder: Path) -> None:
 
 INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "missing shards": (lose_shards, ("2 of 20 shards are missing", "model-00003", "model-00020")),
-    "key absent from its shard": (lose_key, ("1 entries disagree", "not there")),
+    "key absent from its shard": (lose_key, ("1 entry disagrees", "not there")),
     "key in two shards": (double_key, ("stored twice", "model-00001", "model-00020")),
     "key not in the index": (
         lambda f: edit_index(f, lambda names: names.pop("model.norm.weight")),
@@ -432,7 +432,8 @@ ATTENTION = "model.layers.1.self_attn"
 TENSOR_FAULTS: dict[str, tuple[Callable[[st.Tensors], object], str]] = {
     "expert gone": (drop(*(f"{EXPERT}.{p}_proj.weight" for p in ("gate", "up", "down"))),
                     rf"3 tensors .* missing: {EXPERT}"),
-    "one up_proj gone": (drop(f"{EXPERT}.up_proj.weight"), rf"1 tensors .*{EXPERT}\.up_proj"),
+    "one up_proj gone": (drop(f"{EXPERT}.up_proj.weight"),
+                         rf"1 tensor that .* is missing: {EXPERT}\.up_proj"),
     "one layer gone": (lambda t: [t.pop(n) for n in list(t) if ".layers.7." in n], r"missing"),
     "norm gone": (drop("model.norm.weight"), r"model\.norm\.weight"),
     "head gone": (drop("lm_head.weight"), r"lm_head\.weight"),
