@@ -40,6 +40,7 @@ from beamq.ranks import current_ranks
 from beamq.sizes import show_bytes, show_seconds
 
 WIDTH = 80
+_BETWEEN, _LEAST_ROOM = 2, 20  # characters between columns of a table, and in its last one
 LINE_SECONDS = 30.0  # between lines of progress where no bar can be drawn
 # A rule of hyphens under the header and nothing else: the same in every encoding.
 _RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
@@ -208,9 +209,34 @@ def _table(grid: Grid) -> Table:
             no_wrap=figures,
             overflow="fold",
         )
+    room = _last_room(grid)
     for row in grid.rows:
-        table.add_row(*map(_text, row))
+        table.add_row(*map(_text, row[:-1]), _in_pieces(_text(row[-1]), room))
     return table
+
+
+def _last_room(grid: Grid) -> int:
+    """Characters that a last column of text has if the others are as wide as their cells.
+
+    The whole width where that is next to nothing: the others are folded then, or these are
+    figures, which are never folded.
+    """
+    others = list(zip(grid.columns, *grid.rows, strict=True))[:-1]
+    room = WIDTH - sum(max(map(len, cells)) + _BETWEEN for cells in others)
+    return room if room >= _LEAST_ROOM and not grid.columns[-1].endswith(">") else WIDTH
+
+
+def _in_pieces(text: Text, room: int) -> Text:
+    """Words that do not fit a line broken behind a dot or slash; rich would break them anywhere,
+    and leave a colon alone on the next line."""
+    pieces = []
+    for word in text.plain.split(" "):
+        rest = word
+        while len(rest) > room and (cut := max(rest.rfind(mark, 0, room) for mark in "./")) > 0:
+            pieces.append(rest[: cut + 1] + "\n")
+            rest = rest[cut + 1 :]
+        pieces.append(rest + " ")
+    return Text("".join(pieces)[:-1])
 
 
 def _text(words: str) -> Text:

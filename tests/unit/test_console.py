@@ -109,6 +109,33 @@ def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "", "nothing to say so soon"
 
 
+def test_long_names_in_a_table_are_broken_behind_a_dot(capsys: pytest.CaptureFixture[str]) -> None:
+    """51 characters are left beside the check: a name of 51 and its colon do not fit."""
+    name = "model.layers.3.mlp.experts.1.down_proj.weight_scale"
+    texts = (f"{name}: off", f"see {name[5:]}: off", f"x.{name}.{name}, at /a/b", "a" * 60)
+    Screen().show(
+        dict,
+        lambda: [
+            Grid(
+                columns=("check", "", "found"),
+                rows=tuple(("values.second-opinion", "FAIL", text) for text in texts),
+            )
+        ],
+    )
+    shown = [line[29:] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert shown == [
+        "model.layers.3.mlp.experts.1.down_proj.",
+        "weight_scale: off",
+        "see .layers.3.mlp.experts.1.down_proj.weight_scale:",
+        "off",
+        "x.model.layers.3.mlp.experts.1.down_proj.",
+        "weight_scale.model.layers.3.mlp.experts.1.",
+        "down_proj.weight_scale, at /a/b",
+        "a" * 51,
+        "a" * 9,
+    ]
+
+
 def test_a_log_shows_life(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
