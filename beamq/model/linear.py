@@ -42,7 +42,6 @@ from beamq.formats.numerics import (
     to_e4m3,
 )
 from beamq.model.activation import swiglu
-from beamq.model.product import product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +153,9 @@ class ReferenceGemm:
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """See `Gemm.linear`."""
         if isinstance(weight, DenseWeight):
-            return product(x_TK, weight.w_NK)
+            return F.linear(x_TK, weight.w_NK)
         if not self.quantize_activations:
-            return product(x_TK, decode(weight, x_TK.dtype))
+            return F.linear(x_TK, decode(weight, x_TK.dtype))
         return _multiply(quantize_input(x_TK, weight), weight, x_TK.dtype)
 
     def grouped(
