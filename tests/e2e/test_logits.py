@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_padded_batches(beam_nano: Path, models: dict[torch.dtype, Any], side: s
     assert ours[~kept].eq(0).all()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of a product depend on how it is divided among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_states_equal_transformers_bit_for_bit(beam_nano: Path) -> None:
     """Up to a window's length, and with experts summed in the same order (eager), all operations
     are the same ones in FP32: so is every hidden state, and with it whatever calibration records.
