@@ -678,7 +678,7 @@ def test_what_cannot_be_asked_is_an_error(
     with pytest.raises(AlreadyQuantizedError):
         verify(made("fp8"), source=made("nvfp4"))
     drop(NORM)(nano_copy)
-    with pytest.raises(TensorError, match="are missing"):
+    with pytest.raises(TensorError, match="is missing"):
         verify(made("fp8"), source=nano_copy)
     edit_json(nano_copy / "config.json", lambda data: data.update(model_type="llama"))
     with pytest.raises(ConfigError, match="model_type"):
