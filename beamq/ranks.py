@@ -131,6 +131,14 @@ def current_ranks() -> Ranks:
     return ranks
 
 
+def processes_here() -> int:
+    """Processes of the run on this machine: LOCAL_WORLD_SIZE, as torchrun sets it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not (text.isdecimal() and int(text)):
+        raise UsageError(f"LOCAL_WORLD_SIZE must be a whole number above 0, not {text[:40]!r}")
+    return int(text)
+
+
 def share(sizes: Sequence[int], ranks: Ranks) -> frozenset[int]:
     """Indices this rank works on: in order, each to the rank with the least so far."""
     loads = [0] * ranks.world

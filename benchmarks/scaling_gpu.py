@@ -1,7 +1,7 @@
 """Many GPUs: calibration and conversion by 1, 2, ... processes, one GPU each, from files in memory.
 
     python -m benchmarks.scaling_gpu FOLDER [--ranks 1 2 4] [--experts 256] [--samples 256]
-                                            [--recipe nvfp4] [--json FILE]
+                                            [--recipe nvfp4] [--device cuda] [--json FILE]
 
 FOLDER should lie in memory and have room for 110 GB at 256 experts. A synthetic Beam of real width
 is written there (`make_slice.py`: one dense layer, three sparse ones, nano's tokenizer) and taken
@@ -35,6 +35,7 @@ from benchmarks.measuring import ROOT, cores_online, weights_nbytes
 
 DENSE, SPARSE = 1, 3
 PIECE = 1 << 26
+SHARD = "500MB"  # small, so that there are as many for each process as of a whole model
 LAYER_DONE = re.compile(r"layer (\d+) of (\d+) done")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -80,7 +81,9 @@ def follow(process: subprocess.Popen[str]) -> tuple[str, list[tuple[int, float]]
     lines, done = [], []
     begun = time.monotonic()
     for line in process.stdout or ():
-        print(f"  {time.monotonic() - begun:6.1f} s  {line}", end="", file=sys.stderr, flush=True)
+        if line[0] not in "{ }":  # no JSON
+            at = time.monotonic() - begun
+            print(f"  {at:6.1f} s  {line}", end="", file=sys.stderr, flush=True)
         found = LAYER_DONE.search(line)
         if found:
             done.append((int(found[1]) - 1, time.monotonic()))
@@ -90,10 +93,13 @@ def follow(process: subprocess.Popen[str]) -> tuple[str, list[tuple[int, float]]
     return "".join(lines), done
 
 
-def calibrate(source: Path, stats: Path, ranks: int, samples: int) -> dict[str, float]:
+def calibrate(
+    source: Path, stats: Path, ranks: int, samples: int, device: str
+) -> dict[str, float]:
     """Seconds of the last sparse layer, of all of them, and of the whole process."""
     begun = time.monotonic()
     arguments = ["calibrate", str(source), str(stats), "--samples", str(samples), "-v"]
+    arguments += ["--device", device]
     _, done = follow(start(ranks, [*arguments, "--sequence-length", "2048", "--overwrite"]))
     ends = dict(done)
     if sorted(ends) != list(range(DENSE + SPARSE)):
@@ -106,10 +112,13 @@ def calibrate(source: Path, stats: Path, ranks: int, samples: int) -> dict[str, 
     }
 
 
-def quantize(source: Path, output: Path, ranks: int, recipe: str) -> dict[str, float]:
+def quantize(
+    source: Path, output: Path, ranks: int, recipe: str, device: str
+) -> dict[str, float]:
     """Seconds by the command's own report, and of the whole process."""
     begun = time.monotonic()
     arguments = ["quantize", str(source), str(output), "--recipe", recipe, "--json"]
+    arguments += ["--device", device, "--max-shard-size", SHARD]
     if recipe.startswith("nvfp4"):
         arguments.append("--no-calibration")
     text, _ = follow(start(ranks, [*arguments, "--overwrite"]))
@@ -149,8 +158,8 @@ def measure(
     """Both commands with so many processes, checked against those of the first."""
     first, own = options.ranks[0], {"ranks": float(ranks)}
     stats, output = folder / f"stats-{ranks}.safetensors", folder / f"output-{ranks}"
-    own |= calibrate(source, stats, ranks, options.samples)
-    own |= quantize(source, output, ranks, options.recipe)
+    own |= calibrate(source, stats, ranks, options.samples, options.device)
+    own |= quantize(source, output, ranks, options.recipe, options.device)
     if ranks != first:
         if not same_bytes(folder / f"stats-{first}.safetensors", stats):
             raise RuntimeError(f"the statistics of {ranks} processes differ from those of {first}")
@@ -181,6 +190,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--samples", type=int, default=256, help="of 2,048 tokens")
     parser.add_argument("--recipe", default="nvfp4")
+    parser.add_argument("--device", default="cuda", help="of both commands")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     gpus = torch.cuda.device_count()

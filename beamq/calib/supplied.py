@@ -74,12 +74,12 @@ class SuppliedLoader(LayerLoader):
         self._supply.finish(0)
         return table
 
-    def layer(self, index: int, *, experts: bool = True) -> LayerWeights:
+    def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
         """See `LayerLoader`."""
         unit = self._unit(index)
         self._supply.wait(unit, self._stopped)
         built = super().layer(index, experts=experts)
-        if experts or not self._own:
+        if experts is None or not self._own or experts.stop == self._own.stop:
             self._supply.finish(unit)
         return built
 

@@ -38,7 +38,7 @@ from beamq.conversion.scale_source import ScaleSource
 from beamq.errors import Interrupted, MemoryBudgetError, ResumeError, counted
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, check_budget
 from beamq.plan import Work
-from beamq.ranks import Ranks, share
+from beamq.ranks import Ranks, processes_here, share
 from beamq.shards import publish
 from beamq.signals import stop_on_signals
 from beamq.sizes import show_bytes
@@ -74,9 +74,12 @@ Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
 
 
 def default_workers() -> int:
-    """Threads: the cores this process may use, at most 32."""
+    """Threads: this process's share of the cores it may use, at most 32.
+
+    The processes that torchrun starts on one machine divide its cores.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(32, cores or 1))
+    return max(1, min(32, (cores or 1) // processes_here()))
 
 
 def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:

@@ -24,10 +24,10 @@ Loaded = LayerWeights | ExpertSlice
 class LayerStream:
     """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
 
-    With `slice_experts`, a sparse layer's `experts` is an iterator that delivers that many at a
-    time, once; what a consumer leaves of it is skipped. With `experts`, only those are loaded, as
-    such slices. At most one unit (a layer, or a slice) is loaded besides the one in use, so drop
-    a layer before asking for the next.
+    With `experts`, only those of a sparse layer are loaded. With `slice_experts`, where there are
+    more, a sparse layer's `experts` is an iterator that delivers that many at a time, once; what a
+    consumer leaves of it is skipped. At most one unit (a layer, or a slice) is loaded besides the
+    one in use, so drop a layer before asking for the next.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LayerStream:
         self.config = loader.config
         self._layers = range(loader.config.num_layers) if layers is None else layers
         self._slice = slice_experts
-        self._experts = experts
+        self._own = range(loader.config.num_experts) if experts is None else experts
         self._ahead = ahead
 
     @property
@@ -64,7 +64,7 @@ class LayerStream:
         if not isinstance(weights, LayerWeights):
             raise TypeError("a slice of experts where a layer was due")
         slices = self._slices(index)
-        if slices is None:
+        if not slices:
             return weights, iter(())
         rest = _take(units, len(slices))
         if isinstance(weights.mlp, SparseMlp):
@@ -74,27 +74,21 @@ class LayerStream:
     def loads(self, index: int) -> Iterator[Callable[[], Loaded]]:
         """What loads a layer, unit by unit."""
         slices = self._slices(index)
-        yield partial(self.loader.layer, index, experts=slices is None)
-        for first, count in slices or ():
+        yield partial(self.loader.layer, index, experts=range(0) if slices else self._own)
+        for first, count in slices:
             yield partial(self.loader.experts, index, first, count)
 
     def experts_again(self, index: int) -> Iterator[ExpertSlice]:
         """The slices of a layer that is not loaded whole, read once more, not ahead."""
-        for first, count in self._slices(index) or ():
+        for first, count in self._slices(index):
             yield self.loader.experts(index, first, count)
 
-    def in_one_slice(self, index: int) -> bool:
-        """Whether the experts that are wanted of a layer come as a single slice, or none."""
-        slices = self._slices(index)
-        return slices is not None and len(slices) <= 1
-
-    def _slices(self, index: int) -> list[tuple[int, int]] | None:
-        """(first, count) of a layer's slices; None if it is loaded whole."""
-        every = self._slice is None and self._experts is None
-        if every or self.config.mlp_layer_types[index] != "sparse":
-            return None
-        own = range(self.config.num_experts) if self._experts is None else self._experts
-        step = self._slice or max(len(own), 1)
+    def _slices(self, index: int) -> list[tuple[int, int]]:
+        """(first, count) of a layer's slices; none if its experts come with it."""
+        own, step = self._own, self._slice
+        sparse = self.config.mlp_layer_types[index] == "sparse"
+        if not sparse or step is None or step >= len(own):
+            return []
         return [(first, min(step, own.stop - first)) for first in own[::step]]
 
 

@@ -78,8 +78,8 @@ class LayerLoader:
         """End the reader threads."""
         self._pool.shutdown()
 
-    def layer(self, index: int, *, experts: bool = True) -> LayerWeights:
-        """A whole layer; without `experts`, a sparse layer's MLP has its router only."""
+    def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
+        """A whole layer, or of a sparse one's experts only those, in one slice (none: no slice)."""
         fill = self._fill()
         prefix, hidden = f"model.layers.{index}", self.config.hidden_size
 
@@ -88,8 +88,9 @@ class LayerLoader:
 
         mlp: DenseMlp | SparseMlp
         if self.config.mlp_layer_types[index] == "sparse":
-            every = (self._experts(fill, index, 0, self.config.num_experts),) if experts else ()
-            mlp = SparseMlp(router=self._router(fill, index), experts=every)
+            own = range(self.config.num_experts) if experts is None else experts
+            held = (self._experts(fill, index, own.start, len(own)),) if own else ()
+            mlp = SparseMlp(router=self._router(fill, index), experts=held)
         else:
             mlp = self._dense_mlp(fill, index)
         built = LayerWeights(

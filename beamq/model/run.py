@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -152,9 +152,8 @@ class LayerPass:
     def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         mlp = weights.mlp
         visited = self._visitor is not None and self._visitor.wants(weights.index)
-        if isinstance(mlp, SparseMlp) and (visited or not isinstance(mlp.experts, tuple)):
-            if visited and self._stream.in_one_slice(weights.index):
-                mlp = replace(mlp, experts=tuple(mlp.experts))  # kept for the visit
+        shared = visited or not isinstance(self._exchange, Alone)
+        if isinstance(mlp, SparseMlp) and (shared or not isinstance(mlp.experts, tuple)):
             self._sliced(weights, mlp, batches)
             return
 

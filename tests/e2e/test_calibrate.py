@@ -464,9 +464,9 @@ def test_a_rank_that_fails_leaves_nobody_waiting(nano_copy: Path, tmp_path: Path
     st.edit(path, cut)
     code = RUN.replace(
         "calibrate(sys",
-        "import beamq.model.load as load; whole = load.LayerLoader.experts;"
-        "load.LayerLoader.experts = lambda self, index, first, count: whole(self, index, first,"
-        " count) if first == 0 or index < 5 else 1 / 0;"
+        "import beamq.model.load as load; whole = load.LayerLoader._experts;"
+        "load.LayerLoader._experts = lambda self, fill, index, first, count: whole(self, fill,"
+        " index, first, count) if first == 0 or index < 5 else 1 / 0;"
         "calibrate(sys",
     )
     with socket.socket() as probe:

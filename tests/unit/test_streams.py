@@ -56,7 +56,7 @@ def test_three_layers_live_at_once_whatever_the_model(
     counts: list[int] = []
     load = LayerLoader.layer
 
-    def counted(self: LayerLoader, index: int, *, experts: bool = True) -> LayerWeights:
+    def counted(self: LayerLoader, index: int, *, experts: range | None = None) -> LayerWeights:
         weights = load(self, index, experts=experts)
         alive.add(weights.input_norm)
         counts.append(len(alive))
