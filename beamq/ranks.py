@@ -91,7 +91,7 @@ class Ranks:
             self.broken = True
             raise EnvironmentFault(
                 f"another rank was lost ({' '.join(str(fault).split())[:160]}); start all ranks"
-                " again with --resume"
+                " again, with --resume if the command knows it"
             ) from fault
         return gathered
 
@@ -137,6 +137,28 @@ def processes_here() -> int:
     if not (text.isdecimal() and int(text)):
         raise UsageError(f"LOCAL_WORLD_SIZE must be a whole number above 0, not {text[:40]!r}")
     return int(text)
+
+
+def cores_here() -> int:
+    """Cores for this process: those it may use, divided by the run's processes on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // processes_here())
+
+
+def stretch(sizes: Sequence[int], ranks: Ranks) -> range:
+    """Indices this rank works on where neighbours should stay together.
+
+    An item belongs to the rank in whose equal part of all bytes its middle lies, so a rank has at
+    most its part and one item more.
+    """
+    total = sum(sizes) or 1
+    first, last, before = 0, 0, 0
+    for size in sizes:
+        owner = min((2 * before + size) * ranks.world // (2 * total), ranks.world - 1)
+        first += owner < ranks.rank
+        last += owner <= ranks.rank
+        before += size
+    return range(first, last)
 
 
 def share(sizes: Sequence[int], ranks: Ranks) -> frozenset[int]:

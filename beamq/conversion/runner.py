@@ -8,7 +8,6 @@ in the work's jobs and in the `finalise` callable.
 
 from __future__ import annotations
 
-import os
 import resource
 import threading
 from collections.abc import Callable, Mapping
@@ -38,7 +37,7 @@ from beamq.conversion.scale_source import ScaleSource
 from beamq.errors import Interrupted, MemoryBudgetError, ResumeError, counted
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, check_budget
 from beamq.plan import Work
-from beamq.ranks import Ranks, processes_here, share
+from beamq.ranks import Ranks, cores_here, share
 from beamq.shards import publish
 from beamq.signals import stop_on_signals
 from beamq.sizes import show_bytes
@@ -78,8 +77,7 @@ def default_workers() -> int:
 
     The processes that torchrun starts on one machine divide its cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(32, (cores or 1) // processes_here()))
+    return min(32, cores_here())
 
 
 def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
