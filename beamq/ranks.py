@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from beamq.errors import EnvironmentFault, UsageError
+from beamq.errors import BeamqError, EnvironmentFault, UsageError
 
 MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
 
@@ -73,6 +73,36 @@ class Ranks:
                     f"another rank failed, or was lost: {' '.join(str(error).split())[:200]}"
                 ) from error
             raise
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """A step in which no rank waits for another, and which fails at all ranks if at any.
+
+        All raise what the first rank that failed raises, where that is one of beamq's own errors:
+        what one rank alone has read is told, and ends the command, as in a run of one process.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._agree(error)
+            raise
+        self._agree(None)
+
+    def _agree(self, error: BaseException | None) -> None:
+        """Tell the others, and raise the first rank's error unless this one's comes before it."""
+        if self.world == 1 or self.broken:
+            return
+        own = error is None or isinstance(error, BeamqError)
+        told = f"another rank failed (rank {self.rank}: {type(error).__name__}: {error}"
+        try:
+            found = self.gather(error if own else EnvironmentFault(f"{told[:300]})"))
+        except EnvironmentFault:
+            if error is None:
+                raise
+            return
+        failed = [rank for rank, each in enumerate(found) if each is not None]
+        if failed and own and failed[0] != self.rank:
+            raise found[failed[0]] from None
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, in order of rank, at every rank. Items are pickled between ranks.

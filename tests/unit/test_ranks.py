@@ -1,13 +1,15 @@
-"""How work is divided between ranks, and how many cores each has."""
+"""How work is divided between ranks, how many cores each has, and how they fail together."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
+from typing import Any
 
 import pytest
 
-from beamq.errors import UsageError
+from beamq.errors import DiskError, EnvironmentFault, TensorError, UsageError
 from beamq.ranks import Ranks, cores_here, stretch
 
 
@@ -47,3 +49,54 @@ def test_processes_on_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE"):
         cores_here()
+
+
+class Meeting(Ranks):
+    """A rank that meets others, who bring `others`, in order of rank."""
+
+    def __init__(self, rank: int, others: list[BaseException | None]) -> None:
+        super().__init__(rank=rank, world=len(others) + 1)
+        self._others = others
+        self.brought: list[Any] = []
+
+    def gather(self, item: Any) -> list[Any]:
+        self.brought.append(item)
+        found: list[Any] = pickle.loads(pickle.dumps(self._others))
+        found.insert(self.rank, item)
+        return found
+
+
+def fail_with(ranks: Ranks, error: BaseException | None) -> None:
+    with ranks.agreeing():
+        if error is not None:
+            raise error
+
+
+def test_ranks_that_agree_raise_the_first_ones_error() -> None:
+    bad, full = TensorError("lm_head.weight: shape"), DiskError("no space")
+    fail_with(Meeting(1, [None, None]), None)
+    for rank, others, own in ((0, [bad], None), (1, [bad], full), (2, [bad, full], None)):
+        with pytest.raises(TensorError, match=r"^lm_head\.weight: shape$"):
+            fail_with(Meeting(rank, list(others)), own)
+    with pytest.raises(TensorError) as raised:
+        fail_with(Meeting(0, [full]), bad)
+    assert raised.value is bad
+
+
+def test_a_defect_of_one_rank_is_a_fault_to_the_others_and_itself_there() -> None:
+    ranks = Meeting(1, [DiskError("no space")])
+    with pytest.raises(ZeroDivisionError):
+        fail_with(ranks, ZeroDivisionError("by zero"))
+    (told,) = ranks.brought
+    assert type(told) is EnvironmentFault
+    assert str(told) == "another rank failed (rank 1: ZeroDivisionError: by zero)"
+
+
+def test_one_process_agrees_with_itself_and_a_broken_run_asks_nobody() -> None:
+    broken = Meeting(0, [DiskError("no space")])
+    broken.broken = True
+    for ranks in (Ranks(), broken):
+        fail_with(ranks, None)
+        with pytest.raises(ZeroDivisionError):
+            fail_with(ranks, ZeroDivisionError())
+    assert broken.brought == []
