@@ -201,6 +201,14 @@ class Ledger:
         entry = self._entry(name)
         entry.skipped = entry.skipped or reason
 
+    def entry(self, name: str) -> _Entry:
+        """What is written under a check's name, for `replace` in another rank's ledger."""
+        return self._entry(name)
+
+    def replace(self, name: str, entry: _Entry) -> None:
+        """Take over what another ledger says of a check."""
+        self._entries[name] = entry
+
     def failed(self, *names: str) -> bool:
         """Whether any of these checks has a fault."""
         return any(name in self._entries and self._entries[name].faults for name in names)

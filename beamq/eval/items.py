@@ -1,7 +1,8 @@
 """What a full pass over a checkpoint has to look at, and what looking at one thing showed.
 
 In: an `Inventory` and where each tensor lies in the source. Out: `Item` records in file order (one
-quantized linear with its scales, or one tensor stored as it is), and the `Outcome` each becomes.
+quantized linear with its scales, or one tensor stored as it is), and the `Outcome` of each, small
+enough to be handed from rank to rank.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ class Item:
         parts = self.linear.parts.values() if self.linear else (self.spec,)
         return sum(p.nbytes for p in parts) + (self.source.nbytes if self.source else 0)
 
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """File, offset there, and `nbytes`."""
+        return self.spec.file, self.spec.offset, self.nbytes
+
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
@@ -61,8 +67,6 @@ class Sums:
 class Outcome:
     """What one item showed. `faults` are (check, where, detail); `examined` counts per check."""
 
-    item: Item
-    digests: dict[str, str] = field(default_factory=dict)
     faults: list[tuple[str, str, str]] = field(default_factory=list)
     examined: dict[str, int] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)
@@ -92,16 +96,14 @@ class RoleTotal:
     worst: str = ""
     worst_relative: float = -1.0
 
-    def add(self, outcome: Outcome) -> None:
-        """Add one linear."""
-        found = outcome.sums
+    def add(self, module: str, found: Sums) -> None:
+        """Add one linear. The order of calls shows in the last bits."""
         self.linears += 1
         self.sums.error += found.error
         self.sums.source += found.source
         self.sums.worst = max(self.sums.worst, found.worst)
         self.sums.elements += found.elements
-        # Ties are broken by name, so that thread timing does not show in a report.
-        key = (found.relative_rms, outcome.item.role.module)
+        key = (found.relative_rms, module)  # ties are broken by name
         if key > (self.worst_relative, self.worst):
             self.worst_relative, self.worst = key
 

@@ -4,30 +4,55 @@ In: a `Folder` whose beamq.json lists checksums. Out: findings under `checksums.
 looked at, no engine's rules are played through, no library is asked: this is the check for a copy
 that has crossed a network or lain on a disk for a year, at the speed of reading.
 
-Work items are runs of neighbouring tensors of a few MiB, read at once, or pieces of a large one;
-threads take them in file order. A shard's checksum is made from its header and from the checksums
-of its tensors as they are now.
+Work items are runs of neighbouring tensors of a few MiB, read at once, or one larger tensor, read
+in pieces; `readers` deals them out. A shard's checksum is made from its header and from the
+checksums of its tensors as they are now.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from beamq.checkpoint import Checkpoint
-from beamq.checksum import file_checksum, new_checksum, seal_of, shard_digest
+from beamq.checksum import (
+    DEFAULT_ALGORITHM,
+    file_checksum,
+    new_checksum,
+    seal_of,
+    shard_digest,
+)
 from beamq.errors import BeamqError
 from beamq.eval.checks import Ledger
-from beamq.eval.folder import MANIFEST_NAME, Folder
+from beamq.eval.folder import MANIFEST_NAME, Folder, listed_shards
+from beamq.eval.readers import Readers
 from beamq.header import TensorSpec
 
 RUN_BYTES = 4 << 20
 NOT_WRITTEN = "its bytes are not those that were written"
 Listed = Mapping[str, Mapping[str, Any]]
+Listing = tuple[Listed | None, str]
+"""beamq.json's shards with their checksums (None where they are no use), and the algorithm."""
+
+
+def listed_sums(folder: Folder, ledger: Ledger) -> Listing:
+    """What beamq.json lists; the files beside the shards are compared with it here and now."""
+    manifest = folder.manifest or {}
+    listed = listed_shards(manifest) if manifest else None
+    algorithm = str(manifest.get("checksum"))
+    reason = None if listed else "no usable beamq.json; see manifest.present"
+    try:
+        new_checksum(algorithm if listed else DEFAULT_ALGORITHM)
+    except BeamqError as fault:
+        reason = str(fault)
+    if reason is None:
+        check_files(folder, algorithm, ledger)
+        return listed, algorithm
+    for name in ("checksums.tensors", "checksums.shards", "checksums.files"):
+        ledger.skip(name, reason)
+    return None, DEFAULT_ALGORITHM
 
 
 def check_files(folder: Folder, algorithm: str, ledger: Ledger) -> None:
@@ -106,20 +131,14 @@ def check_sums(
     listed: Listed,
     algorithm: str,
     ledger: Ledger,
-    *,
-    workers: int,
-    progress: Callable[[int, int], None] | None,
+    readers: Readers,
 ) -> int:
-    """Tensors, then shards. Returns the bytes read."""
-    total = sum(spec.nbytes for specs in folder.shards.values() for spec in specs)
-    reader = SumReader(checkpoint, algorithm)
+    """Tensors, then shards. Returns the bytes read, by all ranks together."""
+    runs = list(_runs(folder))
+    sizes = [sum(spec.nbytes for spec in run) for run in runs]
     found: dict[str, str] = {}
-    done = 0
-    for run, sums in _in_threads(reader.sums, _runs(folder), workers):
+    for sums in readers.read(runs, sizes, SumReader(checkpoint, algorithm).sums):
         found.update(sums)
-        done += sum(spec.nbytes for spec in run)
-        if progress is not None:
-            progress(done, total)
     for shard, specs in folder.shards.items():
         if shard not in listed:
             continue  # a finding of manifest.present
@@ -135,7 +154,7 @@ def check_sums(
             != (listed[shard]["digest"])
         ):
             ledger.fault("checksums.shards", shard, NOT_WRITTEN)
-    return done
+    return sum(sizes)
 
 
 def _runs(folder: Folder) -> Iterator[list[TensorSpec]]:
@@ -152,24 +171,3 @@ def _runs(folder: Folder) -> Iterator[list[TensorSpec]]:
             run.append(spec)
         if run:
             yield run
-
-
-def _in_threads(
-    work: Callable[[list[TensorSpec]], dict[str, str]],
-    runs: Iterator[list[TensorSpec]],
-    workers: int,
-) -> Iterator[tuple[list[TensorSpec], dict[str, str]]]:
-    """Results as they come, a few runs in flight for each worker."""
-    pending: dict[Future[dict[str, str]], list[TensorSpec]] = {}
-    with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="beamq-sums") as pool:
-        try:
-            while True:
-                for run in islice(runs, 4 * workers - len(pending)):
-                    pending[pool.submit(work, run)] = run
-                if not pending:
-                    return
-                finished, _ = wait(pending, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    yield pending.pop(future), future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
