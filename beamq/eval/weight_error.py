@@ -4,8 +4,9 @@ In: `LayerWeights` of the source and of a candidate, the same layer. Out: a `Wei
 linear of it.
 
 The one idea: the comparison reads nothing. Both layers are in memory for the forward pass anyway,
-with linears that are multiplied together in one buffer, so errors are reduced to a few numbers a
-row and the rows then added up for each linear. Whatever device the weights are on does the work.
+on whatever device, with linears that are multiplied together in one buffer. Each is taken out of
+it and reduced by itself, to a few numbers a row and then to a `WeightError`, so that its figures
+have the same bits whichever other experts a process holds.
 
     saturated     beyond the largest magnitude that the element's scale can express: clipped
     underflowed   not zero in the source and decoded to zero
@@ -52,26 +53,34 @@ class WeightError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Linears:
-    """Linears side by side in the rows of one weight [R, K], and their names in that order."""
+class _Linear:
+    """One linear [N, K] of both models."""
 
+    module: str
     base: LinearWeight
     other: LinearWeight
-    rows: tuple[tuple[str, int], ...]
 
 
 def weight_errors(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> list[WeightError]:
-    """The linears of one layer, which must be loaded whole (no slices of experts).
+    """The linears of one layer, which must be loaded with the same experts, and not in slices.
 
     Linears that are unquantized in both and equal are left out.
     """
     with torch.inference_mode():
-        parts = list(_linears(base, other, config))
-        sums = [_row_sums(part.base, part.other) for part in parts]
-        found = []
-        for part, sums_RF in zip(parts, sums, strict=True):
-            found += _per_linear(part, sums_RF, base.index)
-    return found
+        found = [
+            (linear, sums_NF)
+            for linear in _linears(base, other, config)
+            if (sums_NF := _row_sums(linear.base, linear.other)) is not None
+        ]
+        if not found:
+            return []
+        # To the CPU at once: a GPU would be waited for at every linear.
+        sums_RF = torch.cat([sums_NF for _, sums_NF in found]).cpu()
+        rows = sums_RF.split_with_sizes([sums_NF.shape[0] for _, sums_NF in found])
+        return [
+            _error(linear, own_NF, base.index)
+            for (linear, _), own_NF in zip(found, rows, strict=True)
+        ]
 
 
 def changed_tensors(base: LayerWeights, other: LayerWeights) -> list[str]:
@@ -100,21 +109,23 @@ def changed_tensors(base: LayerWeights, other: LayerWeights) -> list[str]:
     return [name for name, mine, other_one in pairs if not torch.equal(mine, other_one)]
 
 
-def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Iterator[_Linears]:
+def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Iterator[_Linear]:
     prefix = f"model.layers.{base.index}"
     q, kv, hidden = config.q_dim, config.kv_dim, config.hidden_size
     attention = (("q_proj", q), ("k_proj", kv), ("v_proj", kv), ("gate_proj", q))
     mine, theirs = base.attention, other.attention
     name = f"{prefix}.self_attn"
-    yield _pair(mine.qkv_gate, theirs.qkv_gate, [(f"{name}.{proj}", n) for proj, n in attention])
-    yield _pair(mine.o, theirs.o, [(f"{name}.o_proj", hidden)])
+    yield from _each(
+        mine.qkv_gate, theirs.qkv_gate, [(f"{name}.{proj}", n) for proj, n in attention]
+    )
+    yield from _each(mine.o, theirs.o, [(f"{name}.o_proj", hidden)])
     if isinstance(base.mlp, DenseMlp):
         if not isinstance(other.mlp, DenseMlp):
             raise TypeError("a dense layer beside a sparse one")
         width = config.intermediate_size
         gate_up = [(f"{prefix}.mlp.{proj}", width) for proj in ("gate_proj", "up_proj")]
-        yield _pair(base.mlp.gate_up, other.mlp.gate_up, gate_up)
-        yield _pair(base.mlp.down, other.mlp.down, [(f"{prefix}.mlp.down_proj", hidden)])
+        yield from _each(base.mlp.gate_up, other.mlp.gate_up, gate_up)
+        yield from _each(base.mlp.down, other.mlp.down, [(f"{prefix}.mlp.down_proj", hidden)])
         return
     if isinstance(other.mlp, DenseMlp):
         raise TypeError("a sparse layer beside a dense one")
@@ -122,12 +133,20 @@ def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Ite
     for ours, same in zip(base.mlp.experts, other.mlp.experts, strict=True):
         names = [f"{prefix}.mlp.experts.{ours.first + n}" for n in range(ours.count)]
         both = [(f"{n}.{proj}", width) for n in names for proj in ("gate_proj", "up_proj")]
-        yield _pair(ours.gate_up, same.gate_up, both)
-        yield _pair(ours.down, same.down, [(f"{n}.down_proj", hidden) for n in names])
+        yield from _each(ours.gate_up, same.gate_up, both)
+        yield from _each(ours.down, same.down, [(f"{n}.down_proj", hidden) for n in names])
 
 
-def _pair(base: LinearWeight, other: LinearWeight, rows: Sequence[tuple[str, int]]) -> _Linears:
-    return _Linears(base=_flat(base), other=_flat(other), rows=tuple(rows))
+def _each(
+    base: LinearWeight, other: LinearWeight, rows: Sequence[tuple[str, int]]
+) -> Iterator[_Linear]:
+    """The linears that lie one below the other in a weight: their names and rows, in that order."""
+    base, other = _flat(base), _flat(other)
+    start = 0
+    for module, count in rows:
+        own = slice(start, start + count)
+        yield _Linear(module=module, base=_rows(base, own), other=_rows(other, own))
+        start += count
 
 
 def _flat(weight: LinearWeight) -> LinearWeight:
@@ -211,27 +230,19 @@ def _beyond(size_RK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     return (size_RB16 > limit_RB[:, :, None]).sum((1, 2))
 
 
-def _per_linear(part: _Linears, sums_RF: torch.Tensor | None, layer: int) -> list[WeightError]:
-    if sums_RF is None:
-        return []
-    width = _shape(part.base)[1]
-    by_linear = sums_RF.cpu().split_with_sizes([count for _, count in part.rows])
-    found = []
-    for (module, count), own_RF in zip(part.rows, by_linear, strict=True):
-        error, source, _, saturated, underflowed = own_RF.sum(0).tolist()
-        square = error / source if source else (math.inf if error else 0.0)
-        elements = count * width
-        found.append(
-            WeightError(
-                module=module,
-                layer=layer,
-                format=_FORMATS[type(part.other)],
-                elements=elements,
-                relative_rms=math.sqrt(square),
-                sqnr_db=sqnr_db(square),
-                max_abs_error=float(own_RF[:, 2].max()),
-                saturated_share=saturated / elements,
-                underflowed_share=underflowed / elements,
-            )
-        )
-    return found
+def _error(linear: _Linear, sums_NF: torch.Tensor, layer: int) -> WeightError:
+    error, source, _, saturated, underflowed = sums_NF.sum(0).tolist()
+    square = error / source if source else (math.inf if error else 0.0)
+    rows, width = _shape(linear.base)
+    elements = rows * width
+    return WeightError(
+        module=linear.module,
+        layer=layer,
+        format=_FORMATS[type(linear.other)],
+        elements=elements,
+        relative_rms=math.sqrt(square),
+        sqnr_db=sqnr_db(square),
+        max_abs_error=float(sums_NF[:, 2].max()),
+        saturated_share=saturated / elements,
+        underflowed_share=underflowed / elements,
+    )
