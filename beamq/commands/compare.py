@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,6 +25,7 @@ from beamq.commands.options import (
 
 if TYPE_CHECKING:
     from beamq.console import Screen
+    from beamq.eval.comparison import Comparison
 
 
 def compare(
@@ -60,19 +62,27 @@ def compare(
 ) -> None:
     """What quantization cost and what it saved, side by side.
 
-    All models run on the same text, a layer of each at a time. Exit code 1 if one of them is out
-    of its recipe's bounds.
+    All models run on the same text, a layer of each at a time; under torchrun, experts are split
+    over the processes. Exit code 1 if one of them is out of its recipe's bounds.
     """
 
     def body(screen: Screen) -> int:
         from beamq.eval.compare import compare as run
         from beamq.eval.report import write_cards, write_report
         from beamq.eval.report_files import check_report_folder
+        from beamq.ranks import current_ranks
         from beamq.views.compare import compare_blocks, compare_data
 
         if report is not None:
             check_report_folder(report)
-        screen.say(f"Running {source} and {len(checkpoints)} more on the same text ...")
+        page: Path | None = None
+
+        def write(found: Comparison) -> None:
+            nonlocal page
+            page = None if report is None else write_report(found, report)
+            if write_card:
+                write_cards(found, checkpoints)
+
         with screen.progress("comparing") as advance:
             found = run(
                 source,
@@ -84,15 +94,17 @@ def compare(
                 dtype=None if dtype is None else dtype.value,
                 device=device,
                 gemm=gemm,
+                on_start=lambda: screen.say(
+                    f"Running {source} and {len(checkpoints)} more on the same text ..."
+                ),
                 progress=advance,
+                on_result=write,
             )
-        page = None if report is None else write_report(found, report)
-        if write_card:
-            write_cards(found, checkpoints)
-        screen.show(
-            lambda: compare_data(found, page),
-            lambda: compare_blocks(found, page, verbose=verbose),
-        )
+        if current_ranks().first:
+            screen.show(
+                lambda: compare_data(found, page),
+                lambda: compare_blocks(found, page, verbose=verbose),
+            )
         return 0 if found.safe else 1
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))

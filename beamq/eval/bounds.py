@@ -17,7 +17,7 @@ from typing import Any
 
 from beamq.errors import RecipeError
 from beamq.eval.divergence import Divergence
-from beamq.eval.streams import Findings
+from beamq.eval.findings import Findings
 from beamq.formats.layout import Unit
 from beamq.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 from beamq.roles import Role

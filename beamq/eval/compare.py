@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from beamq.calib.device import choose_device
 from beamq.calib.options import DTYPES
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
@@ -34,14 +35,16 @@ from beamq.errors import CheckpointError, UsageError
 from beamq.eval.bounds import limits_for
 from beamq.eval.comparison import Candidate, Comparison, Member, damage_of
 from beamq.eval.evaluation_text import Text, given_text, overlap_notes, read_text
+from beamq.eval.findings import Findings
 from beamq.eval.folder import MANIFEST_NAME
 from beamq.eval.footprint import Footprint, footprint, newly_fitting, stored_units
 from beamq.eval.inspect import Inspection, inspect_checkpoint
 from beamq.eval.read_sums import ReadSums, changed_files
-from beamq.eval.streams import Findings, StreamOptions, run_side_by_side
+from beamq.eval.streams import StreamOptions, run_side_by_side
 from beamq.eval.verdict import judge, listed
+from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.model.linear import gemm_backend
-from beamq.model.logits import usable_device
+from beamq.ranks import Ranks, current_ranks
 from beamq.small_files import user_path
 from beamq.version import __version__
 from beamq.weight_files import MAX_INDEX_BYTES
@@ -74,66 +77,80 @@ def compare(
     dtype: str | None = None,
     device: str = "auto",
     gemm: str | None = None,
+    on_start: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
+    on_result: Callable[[Comparison], None] = lambda found: None,
 ) -> Comparison:
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
     `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
     place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
-    `gemm` the back end (see `model.linear.gemm_backend`). `progress` is called with bytes of
-    weights done and in all. A candidate whose bytes are not those in its beamq.json is judged not
-    safe. Raises `UsageError` for options that do not fit, `ConfigError` for a candidate that is
-    another model, `CalibrationError` for data, and what reading checkpoints raises.
+    `gemm` the back end (see `model.linear.gemm_backend`). A candidate whose bytes are not those in
+    its beamq.json is judged not safe. `on_start` is called when all is checked and before work,
+    `progress` with bytes of weights done and in all, `on_result` with what is returned.
+
+    Under torchrun, experts are split over ranks; all find the same, and the first alone calls
+    `on_start` and `on_result`. Raises, there at every rank, `UsageError` for options that do not
+    fit, `ConfigError` for a candidate that is another model, `CalibrationError` for data, and what
+    reading checkpoints and `on_result` raise; `EnvironmentFault` where another rank is lost.
     """
     begun = time.monotonic()
     if not checkpoints:
         raise UsageError("no checkpoint to compare with the source; name at least one")
-    where = usable_device(_device_name(device))
-    multiply = gemm or DEFAULT_GEMM.get(where.type, "reference")
-    options = StreamOptions(dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(multiply))
-    with ExitStack() as stack:
-        base, *others = _open_all([source, *checkpoints], stack)
-        if input_ids is None:
-            size = _size(base.checkpoint, where, samples, sequence_length)
-            text = read_text(base.checkpoint, data, size, seed)
-        else:
-            text = given_text(input_ids)
-        sums = [ReadSums(other.manifest) for other in others]
-        found = run_side_by_side(
-            base.checkpoint,
-            [other.checkpoint for other in others],
-            text.ids_BT,
-            options,
-            sums=sums,
-            progress=progress,
-        )
-        candidates = [
-            _candidate(base, other, findings, text, each.fault)
-            for other, findings, each in zip(others, found, sums, strict=True)
-        ]
-    return Comparison(
-        source=base.member,
-        candidates=tuple(candidates),
-        data={**text.record, "notes": list(text.notes)},
-        settings={
-            "beamq": __version__,
-            "torch": torch.__version__,
-            "dtype": str(options.dtype).removeprefix("torch."),
-            "device": _device_label(where),
-            "gemm": multiply,
-        },
-        seconds=time.monotonic() - begun,
-    )
+    ranks = current_ranks()
+    try:
+        with ExitStack() as stack:
+            with ranks.agreeing():
+                where = choose_device(device, ranks)
+                multiply = gemm or DEFAULT_GEMM.get(where.type, "reference")
+                options = StreamOptions(
+                    dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(multiply)
+                )
+                base, *others = _open_all([source, *checkpoints], ranks, stack)
+                if input_ids is not None:
+                    text = given_text(input_ids)
+                else:
+                    size = _size(base.checkpoint, where, samples, sequence_length)
+                    text = read_text(base.checkpoint, data, size, seed)
+                sums = [ReadSums(other.manifest) for other in others]
+            found = run_side_by_side(
+                base.checkpoint,
+                [other.checkpoint for other in others],
+                text.ids_BT,
+                options,
+                ranks=ranks,
+                sums=sums,
+                on_start=on_start,
+                progress=progress,
+            )
+            with ranks.agreeing():
+                result = Comparison(
+                    source=base.member,
+                    candidates=tuple(
+                        _candidate(base, other, findings, text, each.fault)
+                        for other, findings, each in zip(others, found, sums, strict=True)
+                    ),
+                    data={**text.record, "notes": list(text.notes)},
+                    settings=_settings(options, multiply),
+                    seconds=time.monotonic() - begun,
+                )
+                if ranks.first:
+                    on_result(result)
+        return result
+    finally:
+        ranks.leave()
 
 
-def _device_name(device: str) -> str:
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device_label(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+def _settings(options: StreamOptions, gemm: str) -> dict[str, Any]:
+    """What was run with, for the record."""
+    device = options.device
+    return {
+        "beamq": __version__,
+        "torch": torch.__version__,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "gemm": gemm,
+    }
 
 
 def _dtype(name: str | None, device: torch.device) -> torch.dtype:
@@ -160,11 +177,12 @@ def _size(
 # --- the models -----------------------------------------------------------------------------
 
 
-def _open_all(paths: Sequence[str | Path], stack: ExitStack) -> list[_Opened]:
+def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> list[_Opened]:
     """Open all; models of one name are told apart by a number."""
     for path in paths:
         refuse_unfinished(user_path(path))
-    opened = [stack.enter_context(open_checkpoint(path)) for path in paths]
+    budget = DEFAULT_CACHE_BYTES // ranks.world
+    opened = [stack.enter_context(open_checkpoint(path, cache_bytes=budget)) for path in paths]
     total = Counter(checkpoint.label for checkpoint in opened)
     seen: Counter[str] = Counter()
     models = []

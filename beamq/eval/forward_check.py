@@ -17,17 +17,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from numpy import int64
+from numpy.typing import NDArray
 
 from beamq.calib.data import load_calibration_data
+from beamq.calib.device import choose_device
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
 from beamq.errors import BeamqError
 from beamq.eval.bounds import Breach, Limits, breaches, limits_for, parting_layer
 from beamq.eval.checks import CHECKS, Ledger
+from beamq.eval.findings import Findings
 from beamq.eval.footprint import stored_units
-from beamq.eval.streams import Findings, StreamOptions, run_side_by_side
+from beamq.eval.streams import StreamOptions, run_side_by_side
 from beamq.model.linear import gemm_backend
-from beamq.model.logits import usable_device
+from beamq.ranks import Ranks, current_ranks
 
 SAMPLES, SEQUENCE_LENGTH = 8, 256
 _CHECK_OF = {
@@ -47,30 +51,44 @@ def check_forward(
     ledger: Ledger,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run both models and file what is out of bounds.
+    """Run both models and file what is out of bounds, under torchrun the same at every rank.
 
-    Raises `CalibrationError` where the source has no tokenizer, so that there is no text.
+    Experts are split over ranks, which must all call this; the process group is left up. Raises
+    `CalibrationError` where the source has no tokenizer, so that there is no text, and
+    `EnvironmentFault` where another rank is lost, which says nothing of the checkpoint.
     """
-    config = BeamConfig.from_dict(source.config)
-    length = min(SEQUENCE_LENGTH, config.max_position_embeddings)
-    data = load_calibration_data(
-        (), source.root, samples=SAMPLES, sequence_length=length, seed=0, split="evaluation"
-    )
-    on_gpu = torch.cuda.is_available()
-    options = StreamOptions(
-        dtype=torch.bfloat16 if on_gpu else torch.float32,
-        device=usable_device("cuda" if on_gpu else "cpu"),
-        gemm=gemm_backend("reference"),
-    )
+    ranks = current_ranks()
+    with ranks.agreeing():
+        ids_BT, options = _prepared(source, ranks)
     try:
-        findings = run_side_by_side(source, [opened], data.input_ids, options, progress=progress)[0]
+        (findings,) = run_side_by_side(
+            source, [opened], ids_BT, options, ranks=ranks, progress=progress
+        )
     except BeamqError as fault:
+        if ranks.broken:
+            raise
         ledger.fault("forward.runs", opened.label, str(fault))
         for name in _names():
             ledger.skip(name, "the model does not run; see forward.runs")
         return
     limits = limits_for(manifest, *stored_units(opened))
     _file(findings, limits, ledger)
+
+
+def _prepared(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOptions]:
+    """The text's token ids, and how to run on what is here."""
+    config = BeamConfig.from_dict(source.config)
+    length = min(SEQUENCE_LENGTH, config.max_position_embeddings)
+    data = load_calibration_data(
+        (), source.root, samples=SAMPLES, sequence_length=length, seed=0, split="evaluation"
+    )
+    device = choose_device("auto", ranks)
+    options = StreamOptions(
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        device=device,
+        gemm=gemm_backend("reference"),
+    )
+    return data.input_ids, options
 
 
 def _names() -> list[str]:

@@ -33,13 +33,14 @@ from beamq.calib.options import DTYPES
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig, read_json_object
 from beamq.errors import CheckpointError, TensorError, UsageError
+from beamq.eval.alike import expect_alike
 from beamq.eval.divergence import CHUNK_ELEMENTS, TokenScores, score_base
 from beamq.eval.evaluation_text import read_text
 from beamq.eval.folder import MANIFEST_NAME
 from beamq.eval.footprint import stored_units
 from beamq.eval.oddities import role_of
 from beamq.eval.parts import PartLoss, Sensitivity
-from beamq.eval.streams import StreamOptions, expect_alike
+from beamq.eval.streams import StreamOptions
 from beamq.formats.layout import Unit
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.beam import Head, LayerWeights, SparseMlp, decoder_layer, head_logits
@@ -47,6 +48,7 @@ from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed, usable_device
+from beamq.ranks import current_ranks
 from beamq.roles import QUANTIZABLE, Role
 from beamq.version import __version__
 from beamq.weight_files import MAX_INDEX_BYTES
@@ -75,11 +77,16 @@ def sensitivity(
 
     `data` are `--data` specs (none: the default evaluation text); `gemm` is how quantized parts are
     multiplied ("weights-only" leaves activations exact). `on_start` is called when all is checked
-    and before work, `progress` with layers done and in all. Raises `UsageError` for options,
-    `TensorError` for a checkpoint with nothing quantized, `ConfigError` for another model, and what
-    reading raises.
+    and before work, `progress` with layers done and in all. Raises `UsageError` for options and for
+    several processes, `TensorError` for a checkpoint with nothing quantized, `ConfigError` for
+    another model, and what reading raises.
     """
     begun = time.monotonic()
+    started = current_ranks().world
+    if started > 1:
+        raise UsageError(
+            f"sensitivity runs in one process, and torchrun started {started}; leave torchrun out"
+        )
     where = usable_device("cuda" if torch.cuda.is_available() else "cpu")
     if device != "auto":
         where = usable_device(device)

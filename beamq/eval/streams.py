@@ -13,14 +13,18 @@ and nothing is stored for later: no logits, no hidden states of layers gone by, 
 weights. In memory are the source's layer, one candidate's and the one that is being read ahead,
 however many layers or candidates there are; of each token, one hidden state for each model.
 
-Limits: whole layers (no slices of experts), one process.
+Under torchrun each process reads and holds a range of every sparse layer's experts and all of the
+rest. Sums over experts are handed on in the order of experts (ADR 9), in the floor's pass too, and
+all else is computed alike at every rank, so findings are to the bit those of one process.
+
+Limits: experts are not sliced further; what is not experts is neither divided nor read only once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 
 import torch
 from numpy import int64
@@ -28,43 +32,27 @@ from numpy.typing import NDArray
 
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
-from beamq.errors import ConfigError
 from beamq.eval.activations_only import ActivationsOnlyGemm, with_served_inputs
-from beamq.eval.divergence import CHUNK_ELEMENTS, Divergence, TokenScores, score_base
-from beamq.eval.estimates import Estimate, ratio_of_means
+from beamq.eval.alike import expect_alike, expect_same_files
+from beamq.eval.divergence import CHUNK_ELEMENTS, TokenScores, score_base
+from beamq.eval.estimates import ratio_of_means
+from beamq.eval.findings import Findings, Gathered, of_all_ranks
 from beamq.eval.footprint import stored_units
-from beamq.eval.layer_error import (
-    LayerError,
-    Powers,
-    RouteRecorder,
-    layer_error,
-    router_agreement,
-)
+from beamq.eval.layer_error import Powers, RouteRecorder, layer_error, router_agreement
 from beamq.eval.read_sums import ReadSums
-from beamq.eval.weight_error import WeightError, changed_tensors, weight_errors
+from beamq.eval.weight_error import changed_tensors, weight_errors
 from beamq.model.attention import SequenceLayout
 from beamq.model.beam import Head, LayerWeights, head_logits
-from beamq.model.fill import Tap
+from beamq.model.exchange import exchange_for
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.linear import Gemm, ReferenceGemm
 from beamq.model.load import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
+from beamq.model.observe import Observer
 from beamq.model.run import Batch, LayerPass
+from beamq.ranks import Ranks, current_ranks
 
 HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
-SHAPES = (
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_layers",
-    "vocab_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "num_experts",
-    "top_k",
-    "mlp_layer_types",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,90 +68,57 @@ class StreamOptions:
     floor: bool = True
 
 
-@dataclass(slots=True, kw_only=True)
-class Findings:
-    """One candidate against the source.
-
-    `activations_kld` is the mean KL with exact weights and served activations; None where none are
-    quantized. `kld_ratio` is the mean KL over the first candidate's, paired; None for that one.
-    `damaged` are tensors whose bytes are not those that its beamq.json records.
-    """
-
-    divergence: Divergence
-    activations_kld: Estimate | None = None
-    kld_ratio: Estimate | None = None
-    layers: tuple[LayerError, ...]
-    weights: tuple[WeightError, ...]
-    changed: tuple[str, ...]
-    damaged: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """What is gathered of a candidate on the way."""
-
-    scores: TokenScores = field(default_factory=TokenScores)
-    floor: TokenScores | None = None
-    routes: RouteRecorder = field(default_factory=RouteRecorder)
-    layers: list[LayerError] = field(default_factory=list)
-    weights: list[WeightError] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-
-    @property
-    def square(self) -> float:
-        """Squared relative error behind the last layer so far."""
-        return self.layers[-1].relative.value ** 2 if self.layers else 0.0
-
-    def findings(self) -> Findings:
-        return Findings(
-            divergence=self.scores.result(),
-            activations_kld=None if self.floor is None else self.floor.result().mean_kld,
-            layers=tuple(self.layers),
-            weights=tuple(self.weights),
-            changed=tuple(self.changed),
-        )
-
-
 def run_side_by_side(
     source: Checkpoint,
     candidates: Sequence[Checkpoint],
     ids_BT: NDArray[int64],
     options: StreamOptions,
     *,
+    ranks: Ranks | None = None,
     sums: Sequence[ReadSums] = (),
+    on_start: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Findings]:
-    """Findings for each candidate. Rows of `ids_BT` are whole sequences.
+    """Findings for each candidate, the same at every rank. Rows of `ids_BT` are whole sequences.
 
-    `sums`, one for each candidate, look at every tensor that is read. `progress` is called with
-    bytes of weights that were run and that will be in all. Raises
-    `ConfigError` for a candidate that is another model, and what loading raises.
+    `ranks` are those of torchrun unless given; all must call this, and the first one's rows are
+    used. `sums`, one for each candidate, look at every tensor that is read. `on_start` is called
+    at the first rank when the models are known to fit each other and before work, `progress` with
+    bytes of weights that were run and that will be in all. Raises `ConfigError` for a candidate
+    that is another model, what loading raises (at all ranks what it raised at one), and
+    `EnvironmentFault` where another rank sees other files or fails in other ways.
     """
+    ranks = current_ranks() if ranks is None else ranks
+    ids_BT = ranks.gather(ids_BT)[0]
     checkpoints = [source, *candidates]
-    configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
-    for checkpoint, config in zip(candidates, configs[1:], strict=True):
-        expect_alike(configs[0], config, checkpoint.name)
-    taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
-    with _loaders(checkpoints, configs, options, taps) as loaders:
-        run = _SideBySide(loaders, ids_BT, options)
+    expect_same_files(checkpoints, ranks)
+    with ExitStack() as stack:
+        with ranks.agreeing():
+            loaders = stack.enter_context(_loaders(checkpoints, options, sums))
+            if ranks.first:
+                on_start()
+            run = _SideBySide(loaders, ids_BT, options, ranks)
         run.layers(progress)
-        run.heads()
+        with ranks.agreeing():
+            run.heads()
     found = [candidate.findings() for candidate in run.candidates]
     for candidate, findings in zip(run.candidates[1:], found[1:], strict=True):
         first = run.candidates[0].scores
         findings.kld_ratio = ratio_of_means(candidate.scores.kld_T, first.kld_T)
     for findings, each in zip(found, sums, strict=False):  # there may be none
         findings.damaged = each.damaged
-    return found
+    return found if ranks.world == 1 else of_all_ranks(ranks.gather(found))
 
 
 @contextmanager
 def _loaders(
-    checkpoints: Sequence[Checkpoint],
-    configs: Sequence[BeamConfig],
-    options: StreamOptions,
-    taps: Sequence[Tap | None],
+    checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadSums]
 ) -> Iterator[list[LayerLoader]]:
+    """One for each model, the source's first. Raises `ConfigError` for one that is another."""
+    configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
+    for checkpoint, config in zip(checkpoints[1:], configs[1:], strict=True):
+        expect_alike(configs[0], config, checkpoint.name)
+    taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
     loaders: list[LayerLoader] = []
     try:
         for checkpoint, config, tap in zip(checkpoints, configs, taps, strict=True):
@@ -180,20 +135,25 @@ class _SideBySide:
     """One run: passes of all models over the same batches; the source is at place 0."""
 
     def __init__(
-        self, loaders: Sequence[LayerLoader], ids_BT: NDArray[int64], options: StreamOptions
+        self,
+        loaders: Sequence[LayerLoader],
+        ids_BT: NDArray[int64],
+        options: StreamOptions,
+        ranks: Ranks,
     ) -> None:
         self._loaders = loaders
         self._config = loaders[0].config
-        self._ids_BT = torch.from_numpy(ids_BT)
-        length = ids_BT.shape[1]
-        rows = max(1, BATCH_TOKENS // length)
-        self._rows = self._ids_BT.split_with_sizes(_equal_parts(ids_BT.shape[0], rows))
+        self._ranks = ranks
+        # Undivided: each rank has all states and choices, and says of them what one process would.
+        self._exchange = exchange_for(ranks, self._config, divided=False)
+        rows = max(1, BATCH_TOKENS // ids_BT.shape[1])
+        self._rows = torch.from_numpy(ids_BT).split_with_sizes(_equal_parts(len(ids_BT), rows))
         self._base_routes = RouteRecorder()
-        self.candidates = [_Candidate() for _ in loaders[1:]]
+        self.candidates = [Gathered() for _ in loaders[1:]]
         recorders = [self._base_routes, *(each.routes for each in self.candidates)]
-        self._streams = [LayerStream(loader) for loader in loaders]
+        self._streams = [LayerStream(each, experts=self._exchange.experts) for each in loaders]
         self._passes = [
-            LayerPass(stream, self._embedded(stream.loader), gemm=options.gemm, observers=[routes])
+            self._pass(stream, options.gemm, [routes])
             for stream, routes in zip(self._streams, recorders, strict=True)
         ]
         self._floors = [self._floor(loader, options) for loader in loaders[1:]]
@@ -207,13 +167,15 @@ class _SideBySide:
         source, candidate = (stored_units(each.checkpoint) for each in (self._loaders[0], loader))
         if exact or not options.floor or source[1] or not candidate[1]:
             return None
-        batches = self._embedded(self._loaders[0])
-        return LayerPass(self._streams[0], batches, gemm=ActivationsOnlyGemm())
+        return self._pass(self._streams[0], ActivationsOnlyGemm())
 
-    def _embedded(self, loader: LayerLoader) -> list[Batch]:
-        states = embed(loader, [rows.flatten() for rows in self._rows])
+    def _pass(
+        self, stream: LayerStream, gemm: Gemm, observers: Sequence[Observer] = ()
+    ) -> LayerPass:
+        states = embed(stream.loader, [rows.flatten() for rows in self._rows])
         layouts = [SequenceLayout.rectangle(*rows.shape) for rows in self._rows]
-        return [Batch(h_TK=h, layout=layout) for h, layout in zip(states, layouts, strict=True)]
+        batches = [Batch(h_TK=h, layout=each) for h, each in zip(states, layouts, strict=True)]
+        return LayerPass(stream, batches, gemm=gemm, observers=observers, exchange=self._exchange)
 
     def _compare_embeddings(self) -> None:
         for candidate, run in zip(self.candidates, self._passes[1:], strict=True):
@@ -230,21 +192,33 @@ class _SideBySide:
         models = len(self._loaders)
         base: LayerWeights | None = None
         base_chosen: list[torch.Tensor] = []
-        for place, index, weights in in_turns(self._streams):
-            self._passes[place].apply(weights)
-            if place == 0:
-                base, base_chosen = weights, self._base_routes.take()
-            elif base is not None:
-                self._compare(place, index, base, weights, base_chosen)
-                floor = self._floors[place - 1]
-                if floor is not None:
-                    floor.apply(with_served_inputs(base, weights))
+        for place, index, weights in self._turns():
+            with self._ranks.talking():
+                self._passes[place].apply(weights)
+                if place == 0:
+                    base, base_chosen = weights, self._base_routes.take()
+                elif base is not None:
+                    self._compare(place, index, base, weights, base_chosen)
+                    floor = self._floors[place - 1]
+                    if floor is not None:
+                        floor.apply(with_served_inputs(base, weights))
             if place == models - 1:
                 base = None  # or it would live on while the next layer is waited for
             del weights
             if progress is not None:
                 done = index * models + place + 1
                 progress(total * done // (self._config.num_layers * models), total)
+
+    def _turns(self) -> Iterator[tuple[int, int, LayerWeights]]:
+        """`in_turns`. What cannot be read at one rank ends the run at all of them, by its error."""
+        with closing(in_turns(self._streams)) as turns:
+            while True:
+                with self._ranks.agreeing():
+                    turn = next(turns, None)
+                if turn is None:
+                    return
+                yield turn
+                del turn  # before the next one is asked for, or two would live
 
     def _compare(
         self,
@@ -323,13 +297,3 @@ def _following(rows_BT: torch.Tensor) -> torch.Tensor:
     """The token after each of the packed tokens, -1 at the end of a row."""
     ends_B1 = torch.full((rows_BT.shape[0], 1), -1, dtype=rows_BT.dtype)
     return torch.cat((rows_BT[:, 1:], ends_B1), dim=1).flatten()
-
-
-def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
-    """Raise `ConfigError` unless both configs are of one model's shapes."""
-    for key in SHAPES:
-        if getattr(base, key) != getattr(other, key):
-            raise ConfigError(
-                f"{name}: {key} is {str(getattr(other, key))[:60]}, in the source"
-                f" {str(getattr(base, key))[:60]}; only checkpoints of one model can be compared"
-            )

@@ -13,8 +13,8 @@ from beamq.eval.checks import few
 from beamq.eval.comparison import LayerDamage, Verdict
 from beamq.eval.divergence import Divergence
 from beamq.eval.estimates import Estimate
+from beamq.eval.findings import Findings
 from beamq.eval.footprint import Fitting, Footprint
-from beamq.eval.streams import Findings
 from beamq.sizes import show_bytes
 
 NAMED_LAYERS = 3

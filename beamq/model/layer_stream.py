@@ -9,7 +9,7 @@ loaded besides those in use, whether one model is streamed or several side by si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -94,7 +94,7 @@ class LayerStream:
 
 def in_turns(
     streams: Sequence[LayerStream], *, ahead: int = 1
-) -> Iterator[tuple[int, int, LayerWeights]]:
+) -> Generator[tuple[int, int, LayerWeights], None, None]:
     """(place, layer, weights): the first layer of each stream, then the second of each, ...
 
     One read-ahead serves them all: at most `ahead` units are loaded besides those in use, however

@@ -280,6 +280,26 @@ def test_the_command(
     assert data["candidates"][0]["divergence"]["mean_kld"]["value"] > 0
 
 
+def test_what_cannot_be_compared_is_refused_before_anything_is_said(
+    beam_nano: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    other = random_beam(tmp_path / "other")
+    capsys.readouterr()
+    for candidate, device, code in (
+        (beam_nano, "abacus", 2),
+        (beam_nano, "cuda:99", 4),
+        (tmp_path / "empty", "cpu", 3),
+        (other, "cpu", 3),
+    ):
+        size = ["--samples", "1", "--sequence-length", "16", "--device", device]
+        with pytest.raises(SystemExit) as left:
+            app(["compare", str(beam_nano), str(candidate), *size], prog_name="beamq")
+        assert left.value.code == code
+        said = capsys.readouterr().err
+        assert said.startswith("error: "), said
+
+
 def test_out_of_bounds_is_exit_code_1(
     run: Callable[..., tuple[int, str]], beam_nano: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from beamq.calib.layerwise import calibrate
 from beamq.cli import app
 from beamq.conversion.quantize import quantize
-from beamq.errors import TensorError
+from beamq.errors import TensorError, UsageError
 from beamq.eval.compare import compare
 from beamq.eval.sensitivity import sensitivity
 from beamq.eval.verify import verify
@@ -147,3 +147,12 @@ def test_faulty_options(made: Path, beam_nano: Path, options: list[str], message
     ran = CliRunner().invoke(app, [*base, *options])
     assert ran.exit_code == 2
     assert message in " ".join(ran.stderr.split())
+
+
+def test_it_runs_in_one_process(
+    made: Path, beam_nano: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process, and torchrun started 2"):
+        sensitivity(beam_nano, made / "all", **TEXT)

@@ -13,8 +13,8 @@ from beamq.errors import RecipeError
 from beamq.eval.bounds import breaches, limits_for, parting_layer
 from beamq.eval.divergence import Divergence, TokenScores, score_base
 from beamq.eval.estimates import Estimate
+from beamq.eval.findings import Findings
 from beamq.eval.layer_error import LayerError, RouterAgreement
-from beamq.eval.streams import Findings
 from beamq.eval.weight_error import WeightError
 from beamq.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 from beamq.roles import Role

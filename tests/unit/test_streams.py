@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from model_fixtures import DENSE, FULL, SLIDING, SPARSE, quantized_copy, random_
 
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
+from beamq.errors import EnvironmentFault
+from beamq.eval.alike import expect_same_files
 from beamq.eval.streams import StreamOptions, run_side_by_side
 from beamq.eval.weight_error import changed_tensors, weight_errors
 from beamq.formats import nvfp4
@@ -18,6 +21,7 @@ from beamq.model.beam import LayerWeights
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.linear import gemm_backend
 from beamq.model.load import LayerLoader
+from beamq.ranks import Ranks
 
 OPTIONS = StreamOptions(
     dtype=torch.float32, device=torch.device("cpu"), gemm=gemm_backend("reference")
@@ -133,3 +137,22 @@ def test_what_is_not_quantized_and_not_the_sources(tmp_path: Path) -> None:
     dense = weight_errors(source.layer(0), other.layer(0), source.config)
     assert {error.format for error in dense} == {"dense"}
     assert all(1.2 < error.relative_rms < 1.6 for error in dense)
+
+
+class Elsewhere(Ranks):
+    """The first of two ranks; the other sees `theirs` in place of the first checkpoint, if set."""
+
+    theirs = ""
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item, [self.theirs or item[0], *item[1:]]]
+
+
+def test_ranks_that_see_other_files_go_no_further(tmp_path: Path) -> None:
+    opened = [open_checkpoint(random_beam(tmp_path / name)) for name in ("one", "two")]
+    expect_same_files(opened, Ranks())
+    ranks = Elsewhere(world=2)
+    expect_same_files(opened, ranks)
+    ranks.theirs = "another digest"
+    with pytest.raises(EnvironmentFault, match="one: the ranks do not see the same files"):
+        expect_same_files(opened, ranks)
