@@ -30,8 +30,9 @@ from beamq.calib.supplied import SuppliedLoader
 from beamq.calib.watch import TokenWatch, combine
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
+from beamq.interpreter import short_turns
 from beamq.model.attention import SequenceLayout
-from beamq.model.exchange import Alone, exchange_for
+from beamq.model.exchange import Alone, ExpertExchange, exchange_for
 from beamq.model.fill import Tap
 from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm, gemm_backend
@@ -99,7 +100,10 @@ class CalibrationPass:
         self._rows = batch_rows(device, data.samples, data.sequence_length)
         self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
         self._heap = HeapTrim()
-        self._watch = TokenWatch(data.sequence_length, data.tokens)
+        self._watch = TokenWatch(
+            data.sequence_length, data.tokens, [rows.start for rows in self._rows]
+        )
+        self._save = False
         self._collector = Collector(
             self._config,
             device,
@@ -156,16 +160,18 @@ class CalibrationPass:
                 slice_experts=self._plan.slice_experts,
                 experts=None if alone else exchange.experts,
             )
-            run_layers(
-                stream,
-                batches,
-                gemm=gemm,
-                observers=[self._collector],
-                resident_bytes=self._plan.resident_nbytes,
-                done=lambda layer: self._finish(layer, batches),
-                exchange=None if alone else exchange,
-                visitor=self._visitor(gemm),
-            )
+            with short_turns(self._device.type == "cuda"):
+                run_layers(
+                    stream,
+                    batches,
+                    gemm=gemm,
+                    observers=[self._collector],
+                    resident_bytes=self._plan.resident_nbytes,
+                    done=lambda layer: self._finish(layer, batches, exchange),
+                    whole=self._saves,
+                    exchange=None if alone else exchange,
+                    visitor=self._visitor(gemm),
+                )
         return self._stats
 
     def _visitor(self, gemm: Gemm) -> ExpertRounding | None:
@@ -208,11 +214,18 @@ class CalibrationPass:
         layouts = [SequenceLayout.rectangle(r.stop - r.start, length) for r in self._rows]
         return [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
 
-    def _finish(self, layer: int, batches: Sequence[Batch]) -> None:
-        found = self._ranks.gather(self._collector.take(layer))
-        record = combine(found, divided=self._divided)
+    def _saves(self, layer: int) -> bool:
+        """Whether the first rank is going to save this layer's state, which takes all batches."""
+        due = layer + 1 < self._config.num_layers and self._state.due
+        self._save = self._ranks.gather(due)[0]
+        return self._save
+
+    def _finish(self, layer: int, batches: Sequence[Batch], exchange: ExpertExchange) -> None:
         hidden = [batch.h_TK for batch in batches]
-        self._watch.look(record, hidden)
+        home = {number: h_TK for number, h_TK in enumerate(hidden) if exchange.mine(number)}
+        found = self._ranks.gather((self._collector.take(layer), self._watch.bad_tokens(home)))
+        record = combine([theirs for theirs, _ in found], divided=self._divided)
+        self._watch.look(record, {n: bad_RT for _, bad in found for n, bad_RT in bad.items()})
         routed = {} if record.routed_tokens is None else {layer: record.routed_tokens}
         own = replace(self._stats, inputs=record.inputs, routed_tokens=routed)
         self._stats = replace(
@@ -231,7 +244,7 @@ class CalibrationPass:
             )
         )
         self._heap.between_layers()
-        if self._ranks.first and layer + 1 < layers and self._state.due:
+        if self._ranks.first and self._save:
             self._state.save(layer, self._stats, hidden)
 
 

@@ -11,7 +11,7 @@ input where it began is found in the collector's counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -68,11 +68,15 @@ def _sum_of_experts(entries: Sequence[InputStats]) -> InputStats:
 
 
 class TokenWatch:
-    """Which tokens are not finite, by batch. All batches hold whole rows of `length` tokens."""
+    """Which tokens are not finite, by batch. All batches hold whole rows of `length` tokens.
 
-    def __init__(self, length: int, total: int) -> None:
+    `first_rows` has the first row of each batch, `total` is the number of all tokens.
+    """
+
+    def __init__(self, length: int, total: int, first_rows: Sequence[int]) -> None:
         self._length = length
         self._total = total
+        self._first_rows = first_rows
         self._bad: dict[int, torch.Tensor] = {}
         self.dropped = 0
         self.names: list[str] = []
@@ -81,35 +85,38 @@ class TokenWatch:
         self, hidden: Iterable[torch.Tensor], dropped: int, names: Sequence[str]
     ) -> None:
         """Take up the state of an earlier run."""
-        for number, h_TK in enumerate(hidden):
-            if not _finite(h_TK):
-                self._bad[number] = (~h_TK.isfinite().all(1)).view(-1, self._length)
+        self._bad = self.bad_tokens(dict(enumerate(hidden)))
         self.dropped, self.names = dropped, list(names)
 
     def look_at_embeddings(self, hidden: Sequence[torch.Tensor]) -> None:
         """As `look`, in front of the first layer."""
-        self._look(hidden, "in its embedding")
+        self._count(self.bad_tokens(dict(enumerate(hidden))), "in its embedding")
 
-    def look(self, record: LayerRecord, hidden: Sequence[torch.Tensor]) -> None:
-        """Find, count and name what went bad in this layer.
+    def bad_tokens(self, hidden: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Which tokens of the batches in `hidden`, by number, are not finite: bool [rows, length]
+        on the CPU. Sound batches are left out."""
+        fine = {number: _finite(h_TK) for number, h_TK in hidden.items()}  # all before any answer
+        return {
+            number: (~h_TK.isfinite().all(1)).cpu().view(-1, self._length)
+            for number, h_TK in hidden.items()
+            if not fine[number]
+        }
+
+    def look(self, record: LayerRecord, bad: Mapping[int, torch.Tensor]) -> None:
+        """Count and name what went bad in this layer: `bad_tokens` of all batches behind it.
 
         Raises `CalibrationError` when more than `MAX_DROPPED_SHARE` of all tokens are bad.
         """
         where = f"at the output of model.layers.{record.layer}"
         if record.suspects:
             where = f"at the input of {next(iter(record.suspects))}"
-        self._look(hidden, where)
+        self._count(bad, where)
 
-    def _look(self, hidden: Sequence[torch.Tensor], where: str) -> None:
-        fine = [bool(_finite(h_TK)) for h_TK in hidden]  # some may lie on the host, some not
-        first_row = 0
-        for number, h_TK in enumerate(hidden):
-            if not fine[number]:
-                bad_RT = (~h_TK.isfinite().all(1)).cpu().view(-1, self._length)
-                earlier_RT = self._bad.get(number, torch.zeros_like(bad_RT))
-                self._name(bad_RT, earlier_RT.any(1).tolist(), first_row, where)
-                self._bad[number] = bad_RT
-            first_row += h_TK.shape[0] // self._length
+    def _count(self, bad: Mapping[int, torch.Tensor], where: str) -> None:
+        for number, bad_RT in sorted(bad.items()):
+            earlier_RT = self._bad.get(number, torch.zeros_like(bad_RT))
+            self._name(bad_RT, earlier_RT.any(1).tolist(), self._first_rows[number], where)
+            self._bad[number] = bad_RT
         self.dropped = sum(int(bad_RT.sum()) for bad_RT in self._bad.values())
         if self.dropped > MAX_DROPPED_SHARE * self._total:
             raise CalibrationError(

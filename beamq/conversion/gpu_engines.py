@@ -20,6 +20,7 @@ from beamq.errors import DeviceError
 from beamq.plan import Work
 
 DEVICE_BYTES = 2 << 30
+MAX_WORKERS = 16  # 29 threads were slower than 16: they wait for the interpreter
 FREE_SHARE = 0.5  # of the device's free memory, if that is less
 
 
@@ -60,8 +61,8 @@ class GpuEngines:
         self.device_nbytes = budget
 
     def workers(self, asked: int) -> int:
-        """As many as have page-locked chunks within `memory`."""
-        return max(1, min(asked, self._memory // SLOT_BYTES))
+        """As many as have page-locked chunks within `memory`, and not too many for one GPU."""
+        return max(1, min(asked, MAX_WORKERS, self._memory // SLOT_BYTES))
 
     def engine(
         self,

@@ -36,6 +36,7 @@ from beamq.conversion.preflight import check_small_tensors
 from beamq.conversion.scale_source import ScaleSource
 from beamq.errors import Interrupted, MemoryBudgetError, ResumeError, counted
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, check_budget
+from beamq.interpreter import short_turns
 from beamq.plan import Work
 from beamq.ranks import Ranks, cores_here, share
 from beamq.shards import publish
@@ -270,6 +271,7 @@ class Runner:
         try:
             with (
                 stop_on_signals(stop),
+                short_turns(self._engines.device_nbytes > 0),
                 OpenShards(work, self._output, journal, jobs, stop) as shards,
             ):
                 if self._scales.feed is not None:

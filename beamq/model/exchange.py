@@ -7,7 +7,7 @@ it to r + 1; the last one sends the whole to all. So every token's contributions
 ascending order of expert, as one process would, and the result has the same bits however many
 processes there are. Adding up partial sums instead (all-reduce) would not.
 
-Processes wait for each other within a batch, but work on neighbouring batches at the same time:
+Processes wait for sums of each batch, but work on neighbouring batches at the same time:
 with B batches and R processes a layer's experts take (B + R - 1) / (B R) of one process's time.
 All else (attention, dense MLPs, routers) is computed where the batch is at home, batch n at process
 n modulo R, and its states and choices are told to the others, which need them in front of their
@@ -19,6 +19,7 @@ cannot be put together exactly (sums of squares, percentiles).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +27,9 @@ import torch
 
 from beamq.config import BeamConfig
 from beamq.ranks import Ranks
+
+SENDS = 2
+"""Sums on their way to the rank behind at once, so that ranks need not keep step."""
 
 
 class ExpertExchange(Protocol):
@@ -49,7 +53,8 @@ class ExpertExchange(Protocol):
         """Fill with the sum of all experts below `experts`."""
 
     def send(self, sum_TK: torch.Tensor) -> None:
-        """Hand on the sum, now with `experts` in it."""
+        """Hand on the sum, now with `experts` in it. It may still be on its way on return: not to
+        be changed until `bring_home` or `settle`."""
 
     def settle(self, sum_TK: torch.Tensor) -> None:
         """Fill with the sum of all experts."""
@@ -91,6 +96,7 @@ class RankChain:
         self.divided = divided
         self._rank = ranks.rank
         self._last = ranks.world - 1
+        self._sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
 
     def mine(self, batch: int) -> bool:
         """Batches go round."""
@@ -111,6 +117,7 @@ class RankChain:
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
         """From the last rank to where the batch is at home."""
+        self._wait_for_sent(0)
         home = self._home(batch)
         if not self.divided:
             self.settle(sum_TK)
@@ -125,13 +132,23 @@ class RankChain:
             torch.distributed.recv(sum_TK, self._rank - 1)
 
     def send(self, sum_TK: torch.Tensor) -> None:
-        """To the rank behind."""
+        """To the rank behind, beside the next batches' work."""
         if self._rank < self._last:
-            torch.distributed.send(sum_TK, self._rank + 1)
+            work = torch.distributed.isend(sum_TK, self._rank + 1)
+            if work is not None:
+                self._sent.append((work, sum_TK))
+            self._wait_for_sent(SENDS)
 
     def settle(self, sum_TK: torch.Tensor) -> None:
         """From the last rank."""
+        self._wait_for_sent(0)
         torch.distributed.broadcast(sum_TK, self._last)
+
+    def _wait_for_sent(self, left: int) -> None:
+        """Until at most so many sums are on their way to the rank behind."""
+        while len(self._sent) > left:
+            work, _ = self._sent.popleft()
+            work.wait()
 
     def _home(self, batch: int) -> int:
         return batch % (self._last + 1)

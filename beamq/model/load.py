@@ -16,7 +16,6 @@ Limits: values are not searched for NaN here; conversion and `verify` do that.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -39,6 +38,7 @@ from beamq.model.stored import (
     same_format,
     scalar,
 )
+from beamq.ranks import cores_here
 from beamq.roles import packed_shape
 
 MAX_READERS = 16
@@ -46,8 +46,9 @@ Tree = TypeVar("Tree")
 
 
 def reader_count() -> int:
-    """Threads that a loader reads with."""
-    return min(MAX_READERS, os.cpu_count() or 1)
+    """Threads that a loader reads with: this process's cores, less what launches kernels."""
+    cores = cores_here()
+    return min(MAX_READERS, cores - cores // 8)
 
 
 class LayerLoader:

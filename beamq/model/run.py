@@ -69,6 +69,7 @@ def run_layers(
     observers: Sequence[Observer] = (),
     resident_bytes: int | None = None,
     done: Callable[[int], None] | None = None,
+    whole: Callable[[int], bool] = lambda layer: True,
     exchange: ExpertExchange | None = None,
     visitor: ExpertVisitor | None = None,
 ) -> None:
@@ -77,7 +78,8 @@ def run_layers(
     `resident_bytes` bounds what hidden states (and sums between slices) take of the device; the
     rest waits on the host, and is left there at the end. `done(layer)` is called after each layer,
     for journals and progress; the batches hold that layer's result meanwhile. With `exchange`, the
-    stream must be one of `exchange.experts`.
+    stream must be one of `exchange.experts`, and `whole(layer)` says, alike at all processes,
+    whether `done` looks at all batches, or only at those that are at home.
     """
     run = LayerPass(
         stream,
@@ -93,9 +95,12 @@ def run_layers(
             run.apply(weights)
             del weights
             if done is not None:
+                if whole(index):
+                    run.tell()
                 run.hand_over()
                 done(index)
                 run.take_back()
+        run.tell()
     run.hand_over()
 
 
@@ -127,6 +132,7 @@ class LayerPass:
         self._shelf = Shelf(device, resident_bytes)
         self._exchange = exchange or Alone(stream.config)
         self._batches = batches
+        self._told = True
         self.take_back()
 
     def apply(self, weights: LayerWeights) -> None:
@@ -137,6 +143,11 @@ class LayerPass:
     def state(self, number: int) -> torch.Tensor:
         """Hidden states of one batch, on the device; not to be changed."""
         return self._shelf.get(number)
+
+    def tell(self) -> None:
+        """Tell every process the states of all batches; until then it knows those at home."""
+        if not self._told:
+            self._at_home(lambda number, h_TK: h_TK)
 
     def hand_over(self) -> None:
         """Give the batches their hidden states, wherever those are."""
@@ -168,11 +179,20 @@ class LayerPass:
                 observer=self._observer,
             )
 
-        self._at_home(whole)
+        self._at_home(whole, tell=False)
 
-    def _at_home(self, work: Callable[[int, torch.Tensor], torch.Tensor]) -> None:
-        """New states of every batch: by `work` of its number and states where it is at home, and
-        told to all. Transfers run beside the next batches' work."""
+    def _at_home(
+        self, work: Callable[[int, torch.Tensor], torch.Tensor], *, tell: bool = True
+    ) -> None:
+        """New states of every batch: by `work` of its number and states where it is at home.
+
+        With `tell`, told to all; transfers run beside the next batches' work.
+        """
+        self._told = tell or not self._exchange.divided
+        if not self._told:
+            for number in filter(self._exchange.mine, range(len(self._batches))):
+                self._shelf.put(number, work(number, self._shelf.get(number)))
+            return
         told: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
 
         def keep() -> None:
@@ -207,7 +227,7 @@ class LayerPass:
             out_TK = finish(self._shelf.get(number + sums), h_TK.dtype, self._config)
             return close_mlp(h_TK, out_TK, weights, self._config)
 
-        self._at_home(closed)
+        self._at_home(closed, tell=False)
 
     def _plans(
         self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]
