@@ -1,10 +1,13 @@
 """The `beamq` command and `python -m beamq`: `cli.main`, interruptible from the first import."""
 
+import os
 import sys
 
 
 def main() -> None:
     """Run the command line."""
+    if "LOCAL_RANK" in os.environ:  # torch tells of each channel between ranks, at each rank
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from beamq.cli import main as command  # typer, which takes a moment
 

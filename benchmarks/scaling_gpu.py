@@ -3,16 +3,18 @@
     python -m benchmarks.scaling_gpu FOLDER [--ranks 1 2 4] [--experts 256] [--samples 256]
                                             [--recipe nvfp4] [--device cuda] [--json FILE]
 
-FOLDER should lie in memory and have room for 110 GB at 256 experts. A synthetic Beam of real width
-is written there (`make_slice.py`: one dense layer, three sparse ones, nano's tokenizer) and taken
-through the command line: `beamq calibrate` and `beamq quantize --no-calibration`, alone and under
-torchrun. Statistics and weight files have to have the bytes of one process.
+FOLDER should lie in memory and have room for 170 GB at 256 experts. A synthetic Beam of real width
+is written there (`make_slice.py`: one dense layer, five sparse ones, nano's tokenizer) and goes
+through `beamq calibrate` and `quantize`, alone and under torchrun. Statistics and weight files have
+to have the bytes of one process.
 
 Calibration counts from the end of one layer to the end of the next, as rank 0 tells them: "layer"
-is the last sparse one, read while the one before was computed, as all but the first of a real
-model are; "all sparse" has the cold start as well: page-locked memory, meeting, saving the state.
-Conversion counts the seconds of its own report. Efficiency is the time of one over N times that of
-N processes (goal for calibration: 0.85 with four).
+is the median of sparse layers that were read while the one before was computed, and computed while
+the next was read, as nearly all of a real model are; "all sparse" has the cold start as well:
+page-locked memory, meeting. Conversion counts from the first byte to the last, at any process, in
+processes that have converted before (`scaling_worker.py`); the floor is what as many threads in as
+many processes need to read, write and sum as much, and nothing else. Efficiency is the time of one
+over N times that of N processes (goal for calibration: 0.85 with four).
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from benchmarks.make_slice import Slice, make_slice
 from benchmarks.measuring import ROOT, cores_online, weights_nbytes
 
-DENSE, SPARSE = 1, 3
+DENSE, SPARSE = 1, 5
 PIECE = 1 << 26
-SHARD = "500MB"  # small, so that there are as many for each process as of a whole model
+ROUNDS = 3
 LAYER_DONE = re.compile(r"layer (\d+) of (\d+) done")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
@@ -52,8 +55,8 @@ def make_source(folder: Path, experts: int) -> Path:
     return source
 
 
-def start(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
-    """`beamq` with these arguments, in as many processes; stdout and stderr in one."""
+def start(ranks: int, module: str, arguments: list[str]) -> subprocess.Popen[str]:
+    """A module with these arguments, in as many processes; stdout and stderr in one."""
     launch = [sys.executable, "-m"]
     if ranks > 1:
         launch += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
@@ -64,7 +67,7 @@ def start(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": str(max(1, cores_online() // ranks)),
     }
     return subprocess.Popen(
-        [*launch, "beamq", *arguments],
+        [*launch, module, *arguments],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -73,57 +76,59 @@ def start(ranks: int, arguments: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def follow(process: subprocess.Popen[str]) -> tuple[str, list[tuple[int, float]]]:
-    """All output, and when each layer was done. Raises `RuntimeError` if the command failed.
+def follow(process: subprocess.Popen[str]) -> list[tuple[int, float]]:
+    """When each layer was done. Raises `RuntimeError` if the command failed.
 
     Lines are passed on with their time, so that a run that is cut off says how far it came.
     """
     lines, done = [], []
     begun = time.monotonic()
     for line in process.stdout or ():
-        if line[0] not in "{ }":  # no JSON
-            at = time.monotonic() - begun
-            print(f"  {at:6.1f} s  {line}", end="", file=sys.stderr, flush=True)
+        print(f"  {time.monotonic() - begun:6.1f} s  {line}", end="", file=sys.stderr, flush=True)
         found = LAYER_DONE.search(line)
         if found:
             done.append((int(found[1]) - 1, time.monotonic()))
         lines.append(line)
     if process.wait():
         raise RuntimeError(f"exit {process.returncode}\n{''.join(lines)[-3000:]}")
-    return "".join(lines), done
+    return done
 
 
-def calibrate(
-    source: Path, stats: Path, ranks: int, samples: int, device: str
-) -> dict[str, float]:
-    """Seconds of the last sparse layer, of all of them, and of the whole process."""
+def calibrate(source: Path, stats: Path, ranks: int, samples: int, device: str) -> dict[str, float]:
+    """Seconds of a sparse layer amid others, of all of them, and of the whole process."""
     begun = time.monotonic()
     arguments = ["calibrate", str(source), str(stats), "--samples", str(samples), "-v"]
     arguments += ["--device", device]
-    _, done = follow(start(ranks, [*arguments, "--sequence-length", "2048", "--overwrite"]))
-    ends = dict(done)
+    arguments += ["--sequence-length", "2048", "--overwrite"]
+    ends = dict(follow(start(ranks, "beamq", arguments)))
     if sorted(ends) != list(range(DENSE + SPARSE)):
         raise RuntimeError(f"layers {sorted(ends)} were told of, expected {DENSE + SPARSE}")
     last = DENSE + SPARSE - 1
+    layers = [ends[n] - ends[n - 1] for n in range(DENSE, last + 1)]
     return {
-        "layer_s": ends[last] - ends[last - 1],
-        "sparse_s": ends[last] - ends[DENSE - 1],
+        "layer_s": median(layers[1:-1]),
+        "sparse_s": sum(layers),
         "calibrate_process_s": time.monotonic() - begun,
     }
 
 
-def quantize(
-    source: Path, output: Path, ranks: int, recipe: str, device: str
+def convert(
+    source: Path, output: Path, ranks: int, options: argparse.Namespace
 ) -> dict[str, float]:
-    """Seconds by the command's own report, and of the whole process."""
-    begun = time.monotonic()
-    arguments = ["quantize", str(source), str(output), "--recipe", recipe, "--json"]
-    arguments += ["--device", device, "--max-shard-size", SHARD]
-    if recipe.startswith("nvfp4"):
-        arguments.append("--no-calibration")
-    text, _ = follow(start(ranks, [*arguments, "--overwrite"]))
-    report = json.JSONDecoder().raw_decode(text, text.index("\n{\n") + 1 if text[0] != "{" else 0)
-    return {"convert_s": report[0]["seconds"], "convert_process_s": time.monotonic() - begun}
+    """Seconds in which bytes moved at any process: of the first round, the median of the others."""
+    file = output.with_name("moments")
+    arguments = [source, output, options.recipe, options.device, ROUNDS, file]
+    follow(start(ranks, "benchmarks.scaling_worker", [str(each) for each in arguments]))
+    told = [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(ranks)]
+    seconds = [
+        max(last for _, last in moments) - min(first for first, _ in moments) + 1e-9
+        for moments in zip(*(each["moments"] for each in told), strict=True)
+    ]
+    return {
+        "convert_s": median(seconds[1:]),
+        "first_convert_s": seconds[0],
+        "floor_s": max(each["floor_s"] for each in told) / ranks,
+    }
 
 
 def same_bytes(one: Path, other: Path) -> bool:
@@ -159,7 +164,7 @@ def measure(
     first, own = options.ranks[0], {"ranks": float(ranks)}
     stats, output = folder / f"stats-{ranks}.safetensors", folder / f"output-{ranks}"
     own |= calibrate(source, stats, ranks, options.samples, options.device)
-    own |= quantize(source, output, ranks, options.recipe, options.device)
+    own |= convert(source, output, ranks, options)
     if ranks != first:
         if not same_bytes(folder / f"stats-{first}.safetensors", stats):
             raise RuntimeError(f"the statistics of {ranks} processes differ from those of {first}")
@@ -175,9 +180,12 @@ def table(found: list[dict[str, float]], nbytes: int) -> str:
         work = found[0]["ranks"] * found[0][key]
         return f"{row[key]:.2f} ({work / (row['ranks'] * row[key]):.2f})"
 
-    lines = ["| GPUs | layer, s | all sparse, s | convert, s | GB/s |", "|---|---|---|---|---|"]
+    lines = [
+        "| GPUs | layer, s | all sparse, s | convert, s | floor, s | GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in found:
-        cells = [cell(row, key) for key in ("layer_s", "sparse_s", "convert_s")]
+        cells = [cell(row, key) for key in ("layer_s", "sparse_s", "convert_s", "floor_s")]
         rate = nbytes / row["convert_s"] / 1e9
         lines.append(f"| {row['ranks']:.0f} | {' | '.join(cells)} | {rate:.1f} |")
     return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""One process of a conversion that `scaling_gpu.py` starts: rounds of it, and when bytes moved.
+
+    [torchrun ...] -m benchmarks.scaling_worker SOURCE OUTPUT RECIPE DEVICE ROUNDS FILE
+
+Writes FILE.RANK, in JSON: for each round the [first, last] moments (monotonic clock, which the
+processes of a machine share) between which source bytes were read; and the floor, for which each
+process reads, writes and sums as much as all of them do in a round, at the same time, in seconds.
+The output of the last round stays.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from beamq.checkpoint import open_checkpoint
+from beamq.conversion.gpu_engines import MAX_WORKERS
+from beamq.conversion.quantize import quantize
+from beamq.conversion.runner import Progress, default_workers
+from beamq.plan import make_plan
+from beamq.ranks import Ranks, current_ranks
+from benchmarks.conversion_stages import Stages
+
+SHARD_BYTES = 500_000_000  # so that there are as many for each process as of a whole model
+
+
+class Clock:
+    """The first and the last time that progress was told. Called by many threads."""
+
+    def __init__(self) -> None:
+        self.first = float("inf")
+        self.last = 0.0
+
+    def look(self, progress: Progress) -> None:
+        """For `on_progress`."""
+        now = time.monotonic()
+        self.first, self.last = min(self.first, now), max(self.last, now)
+
+
+def floor(source: str, folder: Path, recipe: str, ranks: Ranks) -> float:
+    """The better of two tries; in the first, memory may have to be fetched for the files."""
+    folder.mkdir()
+    threads = min(default_workers(), MAX_WORKERS)
+    with open_checkpoint(source) as checkpoint:
+        plan = make_plan(checkpoint, recipe, max_shard_bytes=SHARD_BYTES)
+        stages = Stages(checkpoint, plan, folder, threads=threads, cuda=False)
+        found = []
+        for _ in range(2):
+            ranks.meet()
+            found.append(stages.floor())
+    folder.rmdir()
+    return min(found)
+
+
+def main() -> None:
+    source, output, recipe, device, rounds, file = sys.argv[1:]
+    leave = Ranks.leave
+    Ranks.leave = lambda self: None  # type: ignore[method-assign]  # one group for all rounds
+    calibrated = {"no_calibration": True} if recipe.startswith("nvfp4") else {}
+    ranks = current_ranks()
+    floor_s = floor(source, Path(f"{file}-files.{ranks.rank}"), recipe, ranks)
+    moments = []
+    for _ in range(int(rounds)):
+        clock = Clock()
+        quantize(
+            source,
+            output,
+            recipe=recipe,
+            device=device,
+            max_shard_bytes=SHARD_BYTES,
+            overwrite=True,
+            on_progress=clock.look,
+            **calibrated,  # type: ignore[arg-type]
+        )
+        moments.append((clock.first, clock.last))
+    found = {"moments": moments, "floor_s": floor_s}
+    Path(f"{file}.{ranks.rank}").write_text(json.dumps(found))
+    leave(ranks)
+
+
+if __name__ == "__main__":
+    main()
