@@ -17,7 +17,7 @@ from typing import IO
 
 STEP_SECONDS = 240
 ROOT = Path(__file__).resolve().parent.parent
-# 62 GB of source, and half as much of output meanwhile.
+# 62 GB of source, and half as much of output meanwhile. One pass needs three layers to be steady.
 CONVERSION = ("/dev/shm/beamq-conversion", "--sparse-layers", "3", "--rounds", "2")
 DOCTOR = (
     "import json, sys; from beamq.model.gemm_probe import probe;"
@@ -32,7 +32,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
         return ["-u", "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json"), *options]
 
     return {
-        "tests": ["-m", "pytest", "tests/gpu", "-q", *(["-n", "8"] if find_spec("xdist") else [])],
+        "tests": ["-m", "pytest", "tests/gpu", "-q", *(["-n", str(min(24, os.cpu_count() or 1))] if find_spec("xdist") else [])],
         "doctor": ["-c", DOCTOR, str(folder / "doctor.json")],
         "kernels": script("kernels_gpu"),
         "gemms": script("gemm_gpu"),
