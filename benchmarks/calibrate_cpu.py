@@ -48,9 +48,11 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
     from beamq.checkpoint import open_checkpoint
     from beamq.config import BeamConfig
     from beamq.model.attention import SequenceLayout
+    from beamq.model.layer_stream import LayerStream
     from beamq.model.linear import gemm_backend
     from beamq.model.load import LayerLoader
-    from beamq.model.run import Batch, LayerStream, run_layers
+    from beamq.model.run import run_layers
+    from beamq.model.states import Batch
     from beamq.ranks import Ranks
 
     samples, length = TOKENS

@@ -31,8 +31,9 @@ def steps(folder: Path) -> dict[str, list[str]]:
     def script(name: str, *options: str) -> list[str]:
         return ["-u", "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json"), *options]
 
+    side_by_side = ["-n", str(min(24, os.cpu_count() or 1))] if find_spec("xdist") else []
     return {
-        "tests": ["-m", "pytest", "tests/gpu", "-q", *(["-n", str(min(24, os.cpu_count() or 1))] if find_spec("xdist") else [])],
+        "tests": ["-m", "pytest", "tests/gpu", "-q", *side_by_side],
         "doctor": ["-c", DOCTOR, str(folder / "doctor.json")],
         "kernels": script("kernels_gpu"),
         "gemms": script("gemm_gpu"),

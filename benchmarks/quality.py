@@ -34,7 +34,8 @@ from beamq.model.beam import LayerWeights, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.load import LayerLoader
 from beamq.model.logits import embed, logits
-from beamq.model.run import Batch, LayerPass
+from beamq.model.run import LayerPass
+from beamq.model.states import Batch
 
 LENGTH = 512
 CHUNK_ROWS = 8
@@ -91,7 +92,7 @@ def floor_logits(
                 base = weights
             elif base is not None:
                 run.apply(with_served_inputs(base, weights))
-        run.hand_over()
+        run.states.hand_over()
         head = loaders[0].head()
         with torch.inference_mode():
             parts = [head_logits(batch.h_TK, head, config) for batch in batches]

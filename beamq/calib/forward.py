@@ -37,7 +37,8 @@ from beamq.model.fill import Tap
 from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm, gemm_backend
 from beamq.model.load import LayerLoader
-from beamq.model.run import Batch, run_layers
+from beamq.model.run import run_layers
+from beamq.model.states import Batch
 from beamq.roles import classify
 from beamq.version import __version__
 

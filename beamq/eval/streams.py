@@ -49,7 +49,8 @@ from beamq.model.linear import Gemm, ReferenceGemm
 from beamq.model.load import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.model.observe import Observer
-from beamq.model.run import Batch, LayerPass
+from beamq.model.run import LayerPass
+from beamq.model.states import Batch
 from beamq.ranks import Ranks, current_ranks
 
 HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
@@ -180,7 +181,7 @@ class _SideBySide:
     def _compare_embeddings(self) -> None:
         for candidate, run in zip(self.candidates, self._passes[1:], strict=True):
             for number in range(len(self._rows)):
-                if not torch.equal(self._passes[0].state(number), run.state(number)):
+                if not torch.equal(self._passes[0].states.get(number), run.states.get(number)):
                     candidate.changed.append("model.embed_tokens.weight")
                     break
 
@@ -231,7 +232,7 @@ class _SideBySide:
         candidate = self.candidates[place - 1]
         powers = Powers()
         for number in range(len(self._rows)):
-            powers.add(self._passes[0].state(number), self._passes[place].state(number))
+            powers.add(self._passes[0].states.get(number), self._passes[place].states.get(number))
         router = router_agreement(base_chosen, candidate.routes.take())
         candidate.layers.append(layer_error(index, powers, candidate.square, router))
         candidate.weights += weight_errors(base, weights, self._config)
@@ -245,7 +246,7 @@ class _SideBySide:
         with torch.inference_mode():
             for number, rows in enumerate(self._rows):
                 next_T = _following(rows).to(heads[0].norm.device)
-                states = [run.state(number) for run in self._passes]
+                states = [run.states.get(number) for run in self._passes]
                 for start in range(0, next_T.numel(), step):
                     some = slice(start, start + step)
                     logits = (
@@ -256,7 +257,7 @@ class _SideBySide:
                     floors = [
                         None
                         if floor is None
-                        else head_logits(floor.state(number)[some], heads[0], self._config)
+                        else head_logits(floor.states.get(number)[some], heads[0], self._config)
                         for floor in self._floors
                     ]
                     self._score(next_T[some], base, floors)

@@ -26,7 +26,8 @@ from beamq.model.linear import Gemm, gemm_backend
 from beamq.model.load import LayerLoader
 from beamq.model.memory import experts_per_slice
 from beamq.model.observe import Observer
-from beamq.model.run import Batch, run_layers
+from beamq.model.run import run_layers
+from beamq.model.states import Batch
 
 BATCH_TOKENS = 16_384
 

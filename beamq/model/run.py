@@ -26,13 +26,11 @@ once, so a batch's size sets the memory of activations.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.attention import position_table
 from beamq.model.beam import (
     LayerWeights,
     SparseMlp,
@@ -47,18 +45,8 @@ from beamq.model.linear import Gemm
 from beamq.model.moe import Dispatch, ExpertSlice, add_slice, choose, finish, sort_choices
 from beamq.model.observe import Observer, Observers
 from beamq.model.shelf import Shelf
+from beamq.model.states import Batch, HiddenStates
 from beamq.model.visit import ExpertVisitor, VisitedLayer
-
-TRANSFERS = 4
-"""Batches whose states may be on their way between processes at once."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """Hidden states of some packed sequences; `run_layers` moves them from layer to layer."""
-
-    h_TK: torch.Tensor
-    layout: SequenceLayout
 
 
 def run_layers(
@@ -96,18 +84,18 @@ def run_layers(
             del weights
             if done is not None:
                 if whole(index):
-                    run.tell()
-                run.hand_over()
+                    run.states.tell()
+                run.states.hand_over()
                 done(index)
-                run.take_back()
-        run.tell()
-    run.hand_over()
+                run.states.take_back()
+        run.states.tell()
+    run.states.hand_over()
 
 
 class LayerPass:
     """Batches of one model on their way through its layers: see `run_layers`.
 
-    While a pass holds them, the batches are empty; `state` looks at one, `hand_over` ends it.
+    While a pass holds them in `states`, the batches are empty.
     """
 
     def __init__(
@@ -132,33 +120,12 @@ class LayerPass:
         self._shelf = Shelf(device, resident_bytes)
         self._exchange = exchange or Alone(stream.config)
         self._batches = batches
-        self._told = True
-        self.take_back()
+        self.states = HiddenStates(batches, self._shelf, self._exchange)
 
     def apply(self, weights: LayerWeights) -> None:
         """Take every batch through the next layer."""
         with torch.inference_mode():
             self._layer(weights, self._batches)
-
-    def state(self, number: int) -> torch.Tensor:
-        """Hidden states of one batch, on the device; not to be changed."""
-        return self._shelf.get(number)
-
-    def tell(self) -> None:
-        """Tell every process the states of all batches; until then it knows those at home."""
-        if not self._told:
-            self._at_home(lambda number, h_TK: h_TK)
-
-    def hand_over(self) -> None:
-        """Give the batches their hidden states, wherever those are."""
-        for number, batch in enumerate(self._batches):
-            batch.h_TK = self._shelf.peek(number)
-
-    def take_back(self) -> None:
-        """Take hidden states from the batches again."""
-        for number, batch in enumerate(self._batches):
-            self._shelf.put(number, batch.h_TK)
-            batch.h_TK = batch.h_TK.new_empty(0)
 
     def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         mlp = weights.mlp
@@ -179,36 +146,7 @@ class LayerPass:
                 observer=self._observer,
             )
 
-        self._at_home(whole, tell=False)
-
-    def _at_home(
-        self, work: Callable[[int, torch.Tensor], torch.Tensor], *, tell: bool = True
-    ) -> None:
-        """New states of every batch: by `work` of its number and states where it is at home.
-
-        With `tell`, told to all; transfers run beside the next batches' work.
-        """
-        self._told = tell or not self._exchange.divided
-        if not self._told:
-            for number in filter(self._exchange.mine, range(len(self._batches))):
-                self._shelf.put(number, work(number, self._shelf.get(number)))
-            return
-        told: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
-
-        def keep() -> None:
-            number, h_TK, wait = told.popleft()
-            wait()
-            self._shelf.put(number, h_TK)
-
-        for number in range(len(self._batches)):
-            h_TK = self._shelf.get(number)
-            if self._exchange.mine(number):
-                h_TK = work(number, h_TK)
-            told.append((number, h_TK, self._exchange.spread(number, h_TK)))
-            if len(told) > (TRANSFERS if self._exchange.divided else 0):
-                keep()
-        while told:
-            keep()
+        self.states.update(whole)
 
     def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
         """A sparse layer whose experts come in slices, or are visited: batches inside."""
@@ -227,7 +165,9 @@ class LayerPass:
             out_TK = finish(self._shelf.get(number + sums), h_TK.dtype, self._config)
             return close_mlp(h_TK, out_TK, weights, self._config)
 
-        self._at_home(closed, tell=False)
+        self.states.update(closed)
+        for number in range(sums):  # other passes may run before this one's next layer
+            self._shelf.drop(number + sums)
 
     def _plans(
         self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]
@@ -255,7 +195,7 @@ class LayerPass:
             chosen[number] = routing.experts_Tk.contiguous(), routing.weights_Tk.contiguous()
             return h_TK
 
-        self._at_home(routed)
+        self.states.update_all(routed)
         plans = []
         device, config = self._stream.loader.device, self._config
         for number, batch in enumerate(batches):
@@ -286,7 +226,7 @@ class LayerPass:
 
         def inputs() -> Iterator[tuple[torch.Tensor, Dispatch]]:
             for number, plan in enumerate(plans):
-                yield mlp_input(self._shelf.get(number), weights, self._config), plan
+                yield mlp_input(self.states.get(number), weights, self._config), plan
 
         visitor.visit(
             VisitedLayer(
@@ -317,7 +257,7 @@ class LayerPass:
                     exchange.receive(sum_TK)
                 add_slice(
                     sum_TK,
-                    mlp_input(self._shelf.get(number), weights, self._config),
+                    mlp_input(self.states.get(number), weights, self._config),
                     plan,
                     part,
                     gemm=self._gemm,

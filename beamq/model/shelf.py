@@ -36,6 +36,13 @@ class Shelf:
             self._held[key] = spill.copy_(tensor)
             self._spilled.add(key)
 
+    def drop(self, key: int) -> None:
+        """Forget a tensor; its place is free."""
+        held = self._held.pop(key)
+        if key not in self._spilled:
+            self._left += held.nbytes
+        self._spilled.discard(key)
+
     def get(self, key: int) -> torch.Tensor:
         """The tensor, on the device."""
         return self._held[key].to(self._device)

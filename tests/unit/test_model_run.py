@@ -23,7 +23,8 @@ from beamq.model.logits import embed, logits
 from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.moe import ExpertSlice
 from beamq.model.observe import Quiet
-from beamq.model.run import Batch, run_layers
+from beamq.model.run import run_layers
+from beamq.model.states import Batch
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
