@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -66,7 +66,7 @@ class Ranks:
         except BaseException as error:
             if self.world == 1:
                 raise
-            self.leave()
+            self._abandon()
             self.broken = True
             if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
                 raise EnvironmentFault(
@@ -136,6 +136,18 @@ class Ranks:
         if torch.cuda.is_available() and dist.is_nccl_available():
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=MEETING_TIMEOUT)
+
+    def _abandon(self) -> None:
+        """Leave without waiting for what is under way."""
+        import torch
+        import torch.distributed as dist
+
+        world = dist.group.WORLD
+        with suppress(RuntimeError):  # there is no NCCL part, or the group is in pieces already
+            if world is not None:  # NCCL's own farewell waits for ranks that may be gone
+                world._get_backend(torch.device("cuda")).abort()
+        with suppress(RuntimeError):
+            self.leave()
 
     def leave(self) -> None:
         """Leave the process group."""

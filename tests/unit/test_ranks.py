@@ -8,6 +8,8 @@ import random
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from beamq.errors import DiskError, EnvironmentFault, TensorError, UsageError
 from beamq.ranks import Ranks, cores_here, stretch
@@ -100,3 +102,39 @@ def test_one_process_agrees_with_itself_and_a_broken_run_asks_nobody() -> None:
         with pytest.raises(ZeroDivisionError):
             fail_with(ranks, ZeroDivisionError())
     assert broken.brought == []
+
+
+class Group:
+    """A process group whose part on GPUs is aborted, or is not there."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        self.gpu = gpu
+        self.calls: list[str] = []
+
+    def _get_backend(self, device: torch.device) -> Group:
+        if not self.gpu:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return self
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def destroy(self) -> None:
+        self.calls.append("destroy")
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_a_failure_leaves_the_group_without_waiting_for_gpus(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group(gpu=gpu)
+    monkeypatch.setattr(type(dist.group), "WORLD", group)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", group.destroy)
+    ranks = Ranks(rank=1, world=2)
+    with pytest.raises(ZeroDivisionError), ranks.talking():
+        raise ZeroDivisionError
+    assert group.calls == ["abort", "destroy"][not gpu :]
+    assert ranks.broken
+    with pytest.raises(EnvironmentFault, match="another rank failed"), ranks.talking():
+        raise RuntimeError("Connection closed by peer")
