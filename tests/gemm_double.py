@@ -1,4 +1,4 @@
-"""Stand-ins for torch's scaled GEMMs on hardware that is not here.
+"""Stand-ins for the scaled GEMMs of torch and quack on hardware that is not here.
 
 Same signatures, same arguments, FP32 arithmetic: layouts are undone (packed nibbles, swizzled block
 scales, padding of each group), and what the real calls refuse is refused here: dtypes, shapes of
@@ -7,6 +7,7 @@ scales, transposed weights, offsets.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,6 +95,105 @@ class Fp4Calls:
             start, padded = end, padded + tall
         assert scale_a[0].shape == (padded, columns)
         return out.to(output_dtype)
+
+
+@dataclass(frozen=True)
+class BlockScaledOperand:
+    """quack's container: [M, K/2] codes, or their transposed view, and scales as tiles."""
+
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    per_tensor_scale: torch.Tensor
+    quant_dim: int = -1
+
+    @classmethod
+    def from_parts(
+        cls,
+        qdata: torch.Tensor,
+        scale: torch.Tensor,
+        format: str,
+        *,
+        per_tensor_scale: torch.Tensor | None = None,
+        orig_dtype: torch.dtype = torch.bfloat16,
+        quant_dim: int = -1,
+    ) -> BlockScaledOperand:
+        assert format == "nvfp4"
+        assert (orig_dtype, quant_dim) == (torch.bfloat16, -1)
+        assert qdata.dtype == FP4
+        assert qdata.dim() == 2
+        assert qdata.stride(1) == 1
+        assert scale.dtype == torch.float8_e4m3fn
+        assert scale.shape[2:] == (32, 4, 4)
+        assert scale.stride()[2:] == (16, 4, 1)
+        assert per_tensor_scale is not None
+        assert per_tensor_scale.numel() == 1
+        assert per_tensor_scale.dtype == torch.float32
+        return cls(qdata, scale, per_tensor_scale.reshape(1))
+
+    @property
+    def mT(self) -> BlockScaledOperand:
+        return replace(self, qdata=self.qdata.transpose(0, 1), quant_dim=-3 - self.quant_dim)
+
+
+class QuackCalls:
+    """`gemm` of quack.gemm_interface 0.6.5 for NVFP4, dense and without varlen.
+
+    `operands` are the two sides of each call as FP32 code * block scale, [M, K] and [N, K], with
+    their global scales.
+    """
+
+    BlockScaledOperand = BlockScaledOperand
+
+    def __init__(self) -> None:
+        self.operands: list[tuple[tuple[torch.Tensor, torch.Tensor], ...]] = []
+
+    def gemm(
+        self,
+        A: BlockScaledOperand,
+        B: BlockScaledOperand,
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        alpha: float | torch.Tensor = 1.0,
+        out_dtype: Any = None,
+        out_quant_dim: int = -1,
+        out_transposed: bool = False,
+        out_per_tensor_scale: Any = None,
+        cu_seqlens_m: torch.Tensor | None = None,
+        cu_seqlens_k: torch.Tensor | None = None,
+        A_idx: torch.Tensor | None = None,
+        batch_idx_permute: torch.Tensor | None = None,
+        dynamic_scheduler: bool = False,
+        tuned: bool = True,
+        rounding_mode: int = 0,
+        sr_seed: int | torch.Tensor = 0,
+        concat_layout: tuple[str, ...] | None = None,
+        split_k: int | None = 1,
+        split_k_mode: int = 0,
+    ) -> torch.Tensor:
+        assert not tuned, "every number of rows would be tuned anew"
+        assert (A.quant_dim, B.quant_dim) == (-1, -2)
+        (m, half), n = A.qdata.shape, B.qdata.shape[1]
+        assert B.qdata.shape[0] == half
+        assert half % 16 == 0, "rows of whole 16 bytes"
+        assert n % 8 == 0
+        assert m > 0
+        assert out is not None
+        assert out.shape == (m, n)
+        assert out.dtype == torch.bfloat16
+        assert out.stride(1) == 1
+        for t in (A.qdata, A.scale, B.qdata, B.scale, out):
+            assert t.data_ptr() % 16 == 0
+        sides = []
+        for codes, operand in ((A.qdata, A), (B.qdata.t(), B)):
+            rows, blocks = codes.shape[0], half // 8
+            assert operand.scale.shape[:2] == (-(-rows // 128), -(-blocks // 4))
+            r, c = torch.arange(rows).unsqueeze(1), torch.arange(blocks)
+            scale = operand.scale.view(torch.uint8)
+            scale = scale[r // 128, c // 4, r % 32, r % 128 // 32, c % 4].view(torch.float8_e4m3fn)
+            sides.append((_values(_bytes(codes), scale), operand.per_tensor_scale))
+        self.operands.append(tuple(sides))
+        (a, scale_a), (b, scale_b) = sides
+        return out.copy_(a @ b.t() * (scale_a * scale_b))
 
 
 def _common(

@@ -3,7 +3,7 @@
 In:  a name and a device. Out: an `EngineGemm`, which is a `Gemm` (linear.py).
 
     auto        for each op the first of `ORDER` that is not refused and passed its check
-    triton, cutlass, cublaslt
+    triton, cutlass, cublaslt, quack
                 that one alone; an op it cannot serve on this device raises `DeviceError`
     NAME+fast   FP8 products are added inside the tensor cores in some 14 bits: up to a third
                 faster, error 2.0e-3 to 3.9e-3 instead of 1.7e-3
@@ -30,6 +30,7 @@ import torch
 from beamq.errors import DeviceError
 from beamq.model.expert_rows import part_of
 from beamq.model.gemm_operands import fp4_part
+from beamq.model.gemm_quack import Quack
 from beamq.model.gemm_torch import CublasLt, Cutlass
 from beamq.model.gemm_triton import Triton
 from beamq.model.linear import (
@@ -40,14 +41,14 @@ from beamq.model.linear import (
     ReferenceGemm,
 )
 
-ENGINES = ("auto", "triton", "cutlass", "cublaslt")
+ENGINES = ("auto", "triton", "cutlass", "cublaslt", "quack")
 FAST = "+fast"
 ORDER: Mapping[str, tuple[str, ...]] = {
     "bf16-grouped": ("triton", "cutlass", "reference"),
     "fp8-dense": ("cublaslt", "cutlass", "reference"),
     "fp8-grouped": ("triton", "cutlass", "cublaslt", "reference"),
-    "nvfp4-dense": ("cublaslt", "cutlass", "triton", "reference"),
-    "nvfp4-grouped": ("cutlass", "triton", "reference"),
+    "nvfp4-dense": ("cublaslt", "cutlass", "quack", "triton", "reference"),
+    "nvfp4-grouped": ("cutlass", "quack", "triton", "reference"),
 }
 """Fastest first, as measured on an H200 (docs/results.md); on Blackwell, as expected."""
 CHUNK_BYTES = 450 << 20
@@ -57,8 +58,8 @@ _FORMATS = {Fp8Weight: "fp8", Nvfp4Weight: "nvfp4"}
 
 
 def backends() -> dict[str, Any]:
-    """The classes of gemm_triton.py and gemm_torch.py by name."""
-    return {kernel.name: kernel for kernel in (Triton(), Cutlass(), CublasLt())}
+    """One of each class of gemm_triton.py, gemm_torch.py and gemm_quack.py, by name."""
+    return {kernel.name: kernel for kernel in (Triton(), Cutlass(), CublasLt(), Quack())}
 
 
 def engine(name: str) -> EngineGemm:

@@ -22,6 +22,9 @@ from beamq.model.gemm import EngineGemm, backends
 from beamq.model.linear import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight, ReferenceGemm
 
 TOLERANCE = 5e-3
+ROWS, FP4_ROWS = (300,), (300, 5, 3072)
+"""Of the problems; of 5, experts have one each. FP4 kernels for sm_120 were reported that are right
+for some numbers of rows and return zeros for others (flashinfer issue 3398)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +40,20 @@ class Verdict:
 
 
 def check_one(op: str, name: str, device: torch.device, *, kernels: Any = None) -> Verdict:
-    """Multiply a random problem with back end `name` and compare with the emulation."""
+    """Multiply random problems with back end `name` and compare with the emulation."""
     gemm = EngineGemm(name=name, kernels=kernels or backends(), choices={(op, device): name})
     torch.manual_seed(0)
-    x_TK, weight, offsets = _problem(op, device, experts=5, rows=300, n=256, k=512)
-    got = _run(gemm, op, x_TK, weight, offsets)
-    wanted = _run(ReferenceGemm(), op, x_TK, weight, offsets)
-    error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
-    if not error < TOLERANCE:
-        reason = f"differs from the emulation by {error:.1e}, more than {TOLERANCE:.0e}"
-        return Verdict(op=op, backend=name, usable=False, error=error, reason=reason)
-    return Verdict(op=op, backend=name, usable=True, error=error, ms=_time(gemm, op, device))
+    largest = 0.0
+    for rows in FP4_ROWS if op.startswith("nvfp4") else ROWS:
+        x_TK, weight, offsets = _problem(op, device, experts=5, rows=rows, n=256, k=512)
+        got = _run(gemm, op, x_TK, weight, offsets)
+        wanted = _run(ReferenceGemm(), op, x_TK, weight, offsets)
+        error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
+        if not error < TOLERANCE:
+            reason = f"differs from the emulation by {error:.1e}, more than {TOLERANCE:.0e}"
+            return Verdict(op=op, backend=name, usable=False, error=error, reason=reason)
+        largest = max(largest, error)
+    return Verdict(op=op, backend=name, usable=True, error=largest, ms=_time(gemm, op, device))
 
 
 def _run(

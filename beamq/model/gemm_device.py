@@ -3,6 +3,7 @@
     triton     gemm_triton.py: beamq's own grouped kernel; NVFP4 by exact emulation in BF16
     cutlass    gemm_torch.py: torch's CUTLASS kernels: FP8 on sm_90, NVFP4 on sm_100 and sm_103
     cublaslt   gemm_torch.py: torch's cuBLASLt: dense linears; FP8 experts one by one
+    quack      gemm_quack.py: an optional package: NVFP4 on sm_120 and sm_121; experts one by one
     reference  linear.py's emulation, anywhere
 
 Every class of those has `refusal`, `dense`, and for experts `tokens` (what can be done once for
@@ -15,20 +16,24 @@ architecture can trap and take the process's CUDA context with it, so nothing is
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 OPS = ("bf16-grouped", "fp8-dense", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What `refusal` decides from."""
+    """What `refusal` decides from. Packages by version, None if not installed."""
 
     kind: str
     name: str
     capability: tuple[int, int]
     torch: str
     triton: str | None
+    quack: str | None
+    cutlass_dsl: str | None
 
 
 def needs(facts: DeviceFacts, least: tuple[int, int]) -> str | None:
@@ -41,3 +46,9 @@ def needs(facts: DeviceFacts, least: tuple[int, int]) -> str | None:
 
 def sm(facts: DeviceFacts) -> str:
     return f"sm_{facts.capability[0]}{facts.capability[1]}"
+
+
+def cache_folder() -> Path:
+    """The user's, for what was found out or compiled once. It may not be there yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "beamq"

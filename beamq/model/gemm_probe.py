@@ -31,11 +31,14 @@ import torch
 from beamq.errors import DeviceError
 from beamq.model.gemm import ORDER, backends
 from beamq.model.gemm_check import Verdict
-from beamq.model.gemm_device import OPS, DeviceFacts
+from beamq.model.gemm_device import OPS, DeviceFacts, cache_folder
 from beamq.version import __version__
 
 CHILD_SECONDS = 300
-NOT_RUN = "beamq's NVFP4 calls have not been run on Blackwell; each is checked before it is used"
+NOT_RUN = (
+    "beamq's NVFP4 calls have not been run on Blackwell (sm_100, sm_103, sm_120, sm_121); each is"
+    " checked before it is used"
+)
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
@@ -53,6 +56,8 @@ def facts_of(device: torch.device) -> DeviceFacts:
         capability=capability,
         torch=torch.__version__,
         triton=_version("triton"),
+        quack=_version("quack-kernels"),
+        cutlass_dsl=_version("nvidia-cutlass-dsl"),
     )
 
 
@@ -78,6 +83,7 @@ def probe(*, fresh: bool = False) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
+        "quack": _version("quack-kernels"),
         "note": NOT_RUN,
         "devices": [_describe(device, fresh) for device in devices or [torch.device("cpu")]],
     }
@@ -194,9 +200,8 @@ def _json_lines(text: str) -> list[str]:
 
 
 def _cache_path(facts: DeviceFacts) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     key = json.dumps([dataclasses.asdict(facts), __version__, torch.version.cuda])
-    return Path(base) / "beamq" / f"gemm-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"gemm-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def _read_cache(path: Path) -> dict[tuple[str, str], Verdict]:

@@ -32,6 +32,7 @@ PACKAGES = (
     ("safetensors", "reading models through transformers"),
     ("xxhash", "fast checksums (SHA-256 without it)"),
     ("triton", "GPU kernels"),
+    ("quack-kernels", "optional: NVFP4 on sm_120; its nvidia-cutlass-dsl is proprietary"),
 )
 
 
@@ -210,9 +211,13 @@ def _hints(data: dict[str, Any]) -> list[str]:
         )
     if data["kernels"]["cpu"] is None:
         hints.append("no CPU kernels: install a C compiler and reinstall beamq, or install torch")
-    missing = [name for name, version in data["packages"].items() if version is None]
-    if "triton" in missing and not data["gpus"]:
-        missing.remove("triton")
+    wanted = {
+        "triton": bool(data["gpus"]),
+        "quack-kernels": any(gpu["capability"] in ("12.0", "12.1") for gpu in data["gpus"]),
+    }
+    missing = [
+        name for name, version in data["packages"].items() if not version and wanted.get(name, True)
+    ]
     if missing:
         hints.append(f"not installed: {', '.join(missing)}; see the table for what needs them")
     if data["gpus"] and not any(gpu["fp8"] for gpu in data["gpus"]):

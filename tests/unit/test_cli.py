@@ -538,6 +538,11 @@ def test_doctor_on_this_machine(run: Run) -> None:
     text = run("doctor")
     assert text.code == 0
     assert "CPU kernels" in text.out
+    assert "not been run on Blackwell" in data["gemm"]["note"]
+    assert "sm_120" in data["gemm"]["note"]
+    assert "quack" in text.out
+    told = [b for device in data["gemm"]["devices"] for op in device["ops"] for b in op["backends"]]
+    assert {b["backend"] for b in told if b["reason"] or b["usable"]} >= {"quack", "reference"}
 
 
 def test_doctor_where_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,6 +555,12 @@ def test_doctor_where_much_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     hints = " ".join(data["hints"])
     assert "no CPU kernels" in hints
     assert "not installed: torch, numpy" in hints
+    assert "quack-kernels" not in hints
+    found = {"capability": "12.0", "fp8": True}
+    assert "quack-kernels" in " ".join(doctor._hints(data | {"gpus": [found]}))
+    assert "quack-kernels" not in str(
+        doctor._hints(data | {"gpus": [found | {"capability": "9.0"}]})
+    )
     assert any("no compiler" in str(block) for block in doctor.doctor_blocks(data))
     monkeypatch.setattr(doctor, "_cpu_kernels", lambda: ("torch", None))
     assert "fifty times slower" in doctor.doctor_data()["hints"][0]

@@ -149,7 +149,15 @@ def test_what_kernels_cannot_take_goes_to_the_reference() -> None:
 
 
 def facts(capability: tuple[int, int], kind: str = "cuda", triton: str | None = "3") -> DeviceFacts:
-    return DeviceFacts(kind=kind, name="x", capability=capability, torch="2", triton=triton)
+    return DeviceFacts(
+        kind=kind,
+        name="x",
+        capability=capability,
+        torch="2",
+        triton=triton,
+        quack=None,
+        cutlass_dsl=None,
+    )
 
 
 @pytest.mark.parametrize(
