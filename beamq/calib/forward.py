@@ -195,9 +195,6 @@ class CalibrationPass:
 
     def _embed(self, loader: LayerLoader) -> list[Batch]:
         """The states in front of the first layer."""
-        nbytes = self._data.tokens * self._config.hidden_size * self._dtype.itemsize
-        if self._ranks.first:
-            self._state.check_space(nbytes)
         table = loader.embedding()
         ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
         hidden = [table[vector] for vector in ids]

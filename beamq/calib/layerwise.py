@@ -118,15 +118,34 @@ def _finished(
         raise _in_the_way(target)
     found = load_stats(target)
     found.check_model(prepared.fingerprint, prepared.checkpoint.label)
-    options = prepared.options
-    same = (
-        found.data_digests == (prepared.data.digest,)
-        and found.experts == options.experts
-        and found.percentile == options.percentile
-    )
-    if not same:
-        raise ResumeError(f"{target}: made with other data or options; give --overwrite")
+    odd = _differences(found, prepared)
+    if odd:
+        raise ResumeError(
+            f"{target}: made with {', '.join(odd)}; run as before, or give --overwrite"
+        )
     return found
+
+
+def _differences(found: CalibrationStats, prepared: Prepared) -> list[str]:
+    """What was asked for when `found` was made and is not now, as options."""
+    options, wanted = prepared.options, prepared.data_record()
+    if len(found.data) != 1:
+        return [f"{len(found.data)} data sets merged"]
+    had = found.data[0]
+    moments = any(entry.second_moment is not None for entry in found.inputs.values())
+    pairs = {
+        "--samples": (had.get("samples_asked"), wanted["samples_asked"]),
+        "--sequence-length": (had.get("sequence_length"), wanted["sequence_length"]),
+        "--seed": (had.get("seed"), wanted["seed"]),
+        "--dtype": (had.get("activations"), wanted["activations"]),
+        "--experts": (found.experts, options.experts),
+        "--percentile": (found.percentile, options.percentile),
+        "second moments": (moments, options.second_moments),
+    }
+    odd = [f"{name} {was}, not {now}" for name, (was, now) in pairs.items() if was != now]
+    if not odd and found.data_digests != (prepared.data.digest,):
+        odd.append("other text (--data)")
+    return odd
 
 
 def _run(
@@ -144,7 +163,7 @@ def _run(
     try:
         with ranks.meeting():
             if ranks.first:
-                state.check_space(_hidden_nbytes(prepared))  # before anything is made
+                state.check_space(prepared.state_nbytes)  # before anything is made
                 with disk_errors(state.folder, "creating the state folder"):
                     make_folder(state.folder)
                 lock = OutputLock(state.folder)
@@ -162,12 +181,6 @@ def _run(
     finally:
         if lock is not None:
             lock.release()
-
-
-def _hidden_nbytes(prepared: Prepared) -> int:
-    """Bytes of one set of hidden states, which is what the state of a run holds."""
-    itemsize = 4 if prepared.options.dtype == "float32" else 2
-    return prepared.data.tokens * int(prepared.checkpoint.config["hidden_size"]) * itemsize
 
 
 def run_pass(

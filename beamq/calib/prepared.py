@@ -62,6 +62,13 @@ class Prepared:
         self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
         self.fingerprint = checkpoint.content_digest()
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes on disk of a run's state: two sets of hidden states, the old one until the new one
+        is whole."""
+        itemsize = 4 if self.options.dtype == "float32" else 2
+        return 2 * self.data.tokens * int(self.checkpoint.config["hidden_size"]) * itemsize
+
     def data_record(self) -> dict[str, Any]:
         """What the statistics say of the data, and of how it was run."""
         return {**self.data.to_dict(), "activations": self.options.dtype}

@@ -84,18 +84,18 @@ class RunState:
             write_json(path, self._identity)
         self._saved_at = time.monotonic()
 
-    def check_space(self, hidden_nbytes: int) -> None:
-        """Raise `DiskError` where two sets of hidden states do not fit the disk. Makes nothing."""
+    def check_space(self, nbytes: int) -> None:
+        """Raise `DiskError` where a state of so many bytes does not fit the disk. Makes nothing."""
         place = self.folder.absolute()
         while not place.exists():
             place = place.parent
         free = shutil.disk_usage(place).free
         if self.folder.exists():
             free += sum(path.stat().st_size for path in self.folder.iterdir())
-        if 2 * hidden_nbytes > free:
+        if nbytes > free:
             raise DiskError(
                 f"{self.folder}: the state of the calibration needs"
-                f" {show_bytes(2 * hidden_nbytes)}, the disk has {show_bytes(free)} free; free"
+                f" {show_bytes(nbytes)}, the disk has {show_bytes(free)} free; free"
                 " space, or use fewer samples"
             )
 

@@ -26,6 +26,8 @@ from beamq.shards import disk_errors, make_folder, sync_folder, write_file
 from beamq.small_files import parse_json, read_small
 
 STATE_DIR = ".beamq"
+CALIBRATION = "calibration"
+"""Folder in the state folder where a calibration on the way keeps its own."""
 MAX_JOURNAL_BYTES = 1 << 30
 
 

@@ -37,7 +37,7 @@ from beamq.calib.stats_file import save_stats
 from beamq.checkpoint import Checkpoint
 from beamq.conversion.engines import Engines
 from beamq.conversion.input_scales import from_statistics
-from beamq.conversion.journal import STATE_DIR
+from beamq.conversion.journal import CALIBRATION, STATE_DIR
 from beamq.conversion.open_shards import OpenShards
 from beamq.conversion.scale_source import Feed, KnownScales
 from beamq.errors import UsageError
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from beamq.calib.forward import LayerDone, Visit
     from beamq.conversion.tap_engine import TapEngine
     from beamq.conversion.visited_experts import VisitedExperts
-
-STATE_NAME = "calibration"
 
 
 class OnePass:
@@ -90,10 +88,11 @@ class OnePass:
         self._plan = plan
         self._engines = engines
         self._output = output
-        self._state_folder = output / STATE_DIR / STATE_NAME
+        self._state_folder = output / STATE_DIR / CALIBRATION
         self._statistics = statistics
         self._on_layer = on_layer
         self._known: KnownScales | None = None
+        self.state_nbytes = self._prepared.state_nbytes
         self.stats: CalibrationStats | None = None
         self.digest = run_digest(
             self._prepared.fingerprint, options.experts, [self._prepared.data_record()]

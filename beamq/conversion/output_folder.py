@@ -12,7 +12,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from beamq.conversion.journal import STATE_DIR
+from beamq.conversion.journal import CALIBRATION, STATE_DIR
 from beamq.conversion.output_lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.errors import DiskError, ResumeError, UsageError, counted
 from beamq.hub.repo import hub_source
@@ -179,16 +179,23 @@ def free_nbytes(output: Path) -> int:
 
 
 def check_space(
-    output: Path, plan: Work, finished: int, cache_bytes: int, *, replaced: bool = False
+    output: Path,
+    plan: Work,
+    finished: int,
+    cache_bytes: int,
+    *,
+    replaced: bool = False,
+    state_nbytes: int = 0,
 ) -> None:
     """Raise `DiskError` if what is left of the plan and the fetched shards do not fit the disk.
 
-    `finished` are bytes of the output that are there already.
+    `finished` are bytes of the output that are there already, `state_nbytes` what a calibration on
+    the way keeps meanwhile.
 
     What a run removes or writes over counts as free: temporary files, fetched shards, and with
     `replaced` all weights that are there. Changes nothing.
     """
-    patterns = [f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*"]
+    patterns = [f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*", f"{STATE_DIR}/{CALIBRATION}/*"]
     if replaced:
         patterns += [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
     reusable = sum(
@@ -197,7 +204,7 @@ def check_space(
         for path in output.glob(pattern)
         if path.is_file()
     )
-    needed = disk_nbytes(plan, cache_bytes) - finished
+    needed = disk_nbytes(plan, cache_bytes) + state_nbytes - finished
     free = free_nbytes(output) + reusable
     if needed > free:
         raise DiskError(

@@ -155,16 +155,18 @@ def quantize(
             ranks=ranks,
             calibrates=scales is None,
         )
-        if ranks.first:
-            on_plan(plan)
-        manifest, kept, engine = None, 0, ""
-        if dry_run:
-            finished = output_folder.finished_nbytes(output, plan) if resume else 0
-            output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
-        else:
+        engines = None
+        if not dry_run:
             engines = open_engines(
                 choice, checkpoint, plan, memory=max_host_memory, workers=threads
             )
+        if ranks.first:
+            on_plan(plan)
+        manifest, kept, engine = None, 0, ""
+        if engines is None:
+            finished = output_folder.finished_nbytes(output, plan) if resume else 0
+            output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
+        else:
             engine = choice.text(engines.workers(threads))
             if ranks.first:
                 on_engine(engine_sentence(choice, engines, threads))

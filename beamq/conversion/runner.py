@@ -224,9 +224,8 @@ class Runner:
 
     def _begin(self, journal: Journal) -> None:
         """First rank: make the folder ready, finish renames that a crash cut short."""
-        cache = self._options.cache_bytes
         if not self._options.resume:  # before anything of an earlier checkpoint is removed
-            output_folder.check_space(self._output, self._work, 0, cache, replaced=True)
+            self._check_space(0, replaced=True)
             output_folder.clear(self._output)
         output_folder.unload(self._output)
         journal.load()
@@ -250,9 +249,19 @@ class Runner:
                 )
             finished += shard.nbytes
         if self._options.resume:
-            output_folder.check_space(self._output, self._work, finished, cache)
+            self._check_space(finished)
         output_folder.remove_stale(self._output, self._work)
         journal.open()
+
+    def _check_space(self, finished: int, *, replaced: bool = False) -> None:
+        output_folder.check_space(
+            self._output,
+            self._work,
+            finished,
+            self._options.cache_bytes,
+            replaced=replaced,
+            state_nbytes=self._scales.state_nbytes,
+        )
 
     def _convert(self, journal: Journal) -> None:
         work = self._work

@@ -37,7 +37,11 @@ class ScaleSource(Protocol):
 
     `digest` tells these scales from others before the run; a finished run's manifest has it under
     `key` of its `input_scales`, which are `record`. `files` are texts to keep beside the weights.
+    `state_nbytes` is what finding them takes of the output's disk meanwhile.
     """
+
+    @property
+    def state_nbytes(self) -> int: ...
 
     @property
     def digest(self) -> str: ...
@@ -73,6 +77,7 @@ class KnownScales:
     key: str = "digest"
     feed: Feed | None = None
     stats: CalibrationStats | None = None
+    state_nbytes: int = 0
 
     def of(self, module: str) -> float:
         """The scale of one linear."""

@@ -355,8 +355,17 @@ def test_a_finished_file_is_not_replaced_unasked(
     before = plain.stat().st_mtime_ns
     with pytest.raises(ResumeError, match="give --overwrite"):
         calibrate(beam_nano, plain, **SMALL)
-    with pytest.raises(ResumeError, match="other data or options"):
-        calibrate(beam_nano, plain, resume=True, seed=5, **SMALL)
+    (tmp_path / "text.txt").write_text("another text " * 400)
+    for change, words in (
+        ({"seed": 5}, "--seed 0, not 5;"),
+        ({"samples": 7}, "--samples 6, not 7;"),
+        ({"dtype": "float32", "sequence_length": 64}, "--sequence-length 96, not 64, --dtype bfl"),
+        ({"experts": "all", "percentile": 99.0}, "--experts routed, not all, --percentile None"),
+        ({"second_moments": True}, "second moments False, not True;"),
+        ({"data": [str(tmp_path / "text.txt")]}, r"other text \(--data\);"),
+    ):
+        with pytest.raises(ResumeError, match=f"made with {words}"):
+            calibrate(beam_nano, plain, resume=True, **{**SMALL, **change})
     again = calibrate(beam_nano, plain, resume=True, **SMALL)
     assert again.data_digests == load_stats(plain).data_digests
     assert plain.stat().st_mtime_ns == before

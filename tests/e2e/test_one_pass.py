@@ -25,8 +25,16 @@ from beamq.calib.forward import LayerDone
 from beamq.calib.layerwise import calibrate
 from beamq.checkpoint import Checkpoint, open_checkpoint
 from beamq.config import BeamConfig
+from beamq.conversion import output_folder
 from beamq.conversion.quantize import quantize
-from beamq.errors import CalibrationError, Interrupted, ResumeError, TensorError, UsageError
+from beamq.errors import (
+    CalibrationError,
+    DiskError,
+    Interrupted,
+    ResumeError,
+    TensorError,
+    UsageError,
+)
 from beamq.eval.verify import verify
 from beamq.header import TensorSpec
 from beamq.model.logits import logits
@@ -402,3 +410,19 @@ def test_a_dry_run_calibrates_nothing(beam_nano: Path, tmp_path: Path) -> None:
     result = quantize(beam_nano, tmp_path / "out", dry_run=True, on_layer=stop_after(0))
     assert result.manifest is None
     assert not (tmp_path / "out").exists()
+
+
+def test_the_state_of_the_pass_has_to_fit_the_disk_too(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before any work: a disk that has room for the output, but not for two sets of states
+    besides."""
+    plan = make_plan(open_checkpoint(beam_nano), "nvfp4")
+    states = 2 * 6 * 96 * plan.config.hidden_size * 2
+    room = output_folder.disk_nbytes(plan, 0) + states
+    monkeypatch.setattr(output_folder, "free_nbytes", lambda output: room - 1)
+    with pytest.raises(DiskError, match="free space or choose another disk"):
+        quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=0, **SMALL)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(output_folder, "free_nbytes", lambda output: room)
+    quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=0, **SMALL)
