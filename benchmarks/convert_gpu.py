@@ -42,8 +42,9 @@ import torch
 
 from beamq.checkpoint import open_checkpoint
 from beamq.config import BeamConfig
+from beamq.conversion.limits import default_workers
 from beamq.conversion.quantize import QuantizeResult, quantize
-from beamq.conversion.runner import Progress, default_workers
+from beamq.conversion.runner import Progress
 from beamq.plan import make_plan
 from benchmarks.conversion_stages import Stages
 from benchmarks.make_slice import Slice, make_slice

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from beamq.checkpoint import open_checkpoint
 from beamq.conversion.gpu_engines import MAX_WORKERS
+from beamq.conversion.limits import default_workers
 from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import Progress, default_workers
+from beamq.conversion.runner import Progress
 from beamq.plan import make_plan
 from beamq.ranks import Ranks, current_ranks
 from benchmarks.conversion_stages import Stages

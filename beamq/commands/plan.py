@@ -58,7 +58,7 @@ def plan(
     """Sizes, memory, disk and what fits where, from headers."""
 
     def body(screen: Screen) -> None:
-        from beamq.conversion.runner import check_cache, default_workers
+        from beamq.conversion.limits import check_cache, default_workers
         from beamq.machines import parse_gpu
         from beamq.plan import make_plan
         from beamq.sizes import parse_size

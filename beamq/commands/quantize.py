@@ -93,8 +93,9 @@ def quantize(
 
     def body(screen: Screen) -> None:
         from beamq.conversion.input_scales import CONSTANT_NOTE
+        from beamq.conversion.limits import default_workers
         from beamq.conversion.quantize import quantize as convert
-        from beamq.conversion.runner import Progress, default_workers
+        from beamq.conversion.runner import Progress
         from beamq.plan import Plan
         from beamq.ranks import current_ranks
         from beamq.sizes import parse_size, show_bytes

@@ -21,15 +21,8 @@ from beamq.conversion.engines import CpuEngines
 from beamq.conversion.finalise import build_index, shard_manifest, write_manifest
 from beamq.conversion.integrity import check_recorded_bytes
 from beamq.conversion.journal import ShardRecord
-from beamq.conversion.runner import (
-    DEFAULT_MEMORY_BYTES,
-    Progress,
-    Runner,
-    RunOptions,
-    cache_folder,
-    check_cache,
-    default_workers,
-)
+from beamq.conversion.limits import DEFAULT_MEMORY_BYTES, check_cache, default_workers
+from beamq.conversion.runner import Progress, Runner, RunOptions, cache_folder
 from beamq.conversion.scale_source import no_scales
 from beamq.conversion.unfinished import refuse_unfinished
 from beamq.errors import TensorError

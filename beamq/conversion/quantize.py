@@ -20,16 +20,8 @@ from beamq.conversion.engine_choice import choose_engine, engine_sentence, open_
 from beamq.conversion.finalise import finalise
 from beamq.conversion.input_scales import check_options, given_input_scales
 from beamq.conversion.journal import ShardRecord
-from beamq.conversion.runner import (
-    DEFAULT_MEMORY_BYTES,
-    Progress,
-    Runner,
-    RunOptions,
-    cache_folder,
-    check_cache,
-    check_memory,
-    default_workers,
-)
+from beamq.conversion.limits import DEFAULT_MEMORY_BYTES, check_cache, check_memory, default_workers
+from beamq.conversion.runner import Progress, Runner, RunOptions, cache_folder
 from beamq.conversion.scale_source import ScaleSource
 from beamq.device_names import check_device_name
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES

@@ -8,7 +8,6 @@ in the work's jobs and in the `finalise` callable.
 
 from __future__ import annotations
 
-import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from beamq.checkpoint import Checkpoint
 from beamq.checksum import DEFAULT_ALGORITHM
 from beamq.config import read_json_object
 from beamq.conversion import output_folder
-from beamq.conversion.cpu_engine import HELD_BYTES, piece_bytes
 from beamq.conversion.crew import Crew
 from beamq.conversion.engines import Engines
 from beamq.conversion.journal import (
@@ -30,23 +28,21 @@ from beamq.conversion.journal import (
     check_identity,
     sound_counts,
 )
+from beamq.conversion.limits import check_address_space
 from beamq.conversion.open_shards import OpenShards
 from beamq.conversion.output_folder import MANIFEST_NAME
 from beamq.conversion.preflight import check_small_tensors
 from beamq.conversion.scale_source import ScaleSource
-from beamq.errors import Interrupted, MemoryBudgetError, ResumeError, counted
-from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, check_budget
+from beamq.errors import Interrupted, ResumeError, counted
+from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES
 from beamq.interpreter import short_turns
 from beamq.plan import Work
-from beamq.ranks import Ranks, cores_here, share
+from beamq.ranks import Ranks, share
 from beamq.shards import publish
 from beamq.signals import stop_on_signals
-from beamq.sizes import show_bytes
 from beamq.version import __version__
 
-DEFAULT_MEMORY_BYTES = 1_500_000_000
 REPORT_STEP_BYTES = 1 << 25
-THREAD_BYTES = 1 << 23  # address space of a thread, besides its stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,61 +67,6 @@ class RunOptions:
 
 
 Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
-
-
-def default_workers() -> int:
-    """Threads: this process's share of the cores it may use, at most 32.
-
-    The processes that torchrun starts on one machine divide its cores.
-    """
-    return min(32, cores_here())
-
-
-def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
-    """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
-    largest = min(work.largest_group_nbytes, HELD_BYTES)
-    return max(min(workers * largest, budget), largest) + workers * 4 * piece_bytes(workers)
-
-
-def check_memory(work: Work, budget: int) -> None:
-    """Raise `MemoryBudgetError` if one scale group does not fit the budget."""
-    largest = min(work.largest_group_nbytes, HELD_BYTES)
-    if largest > budget:
-        raise MemoryBudgetError(
-            f"--max-host-memory {show_bytes(budget)} is less than the largest group of linears"
-            f" that share a scale ({show_bytes(largest)}); allow at least that"
-        )
-
-
-def check_address_space(work: Work, workers: int, budget: int) -> None:
-    """Raise `MemoryBudgetError` if a limit on address space (`ulimit -v`) leaves too little.
-
-    Buffers could fail one by one, but a thread that starts without memory dies unheard, and who
-    started it waits for ever.
-    """
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    if limit == resource.RLIM_INFINITY:
-        return
-    try:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    except (OSError, ValueError):  # not Linux
-        return
-    stack = THREAD_BYTES if stack == resource.RLIM_INFINITY else stack
-    needed = predicted_host_nbytes(work, workers, budget)
-    needed += (workers + 1) * (stack + THREAD_BYTES)
-    if used + needed > limit:
-        raise MemoryBudgetError(
-            f"the limit on address space (ulimit -v) is {show_bytes(limit)} and"
-            f" {show_bytes(used + needed)} are needed; raise it, or use fewer --workers or a"
-            " smaller --max-host-memory"
-        )
-
-
-def check_cache(work: Work, budget: int) -> None:
-    """Raise `DiskError` if the remote shards that one job reads do not fit the cache together."""
-    remote = work.remote_shards
-    check_budget([job.files.intersection(remote) for job in work.jobs], remote, budget)
 
 
 def cache_folder(output: Path, ranks: Ranks) -> Path:

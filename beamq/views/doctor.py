@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.console import Block, Grid
-from beamq.conversion.runner import default_workers
+from beamq.conversion.limits import default_workers
 from beamq.sizes import show_bytes
 from beamq.version import __version__
 

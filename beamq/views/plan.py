@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from beamq.console import Block, Grid
+from beamq.conversion.limits import predicted_host_nbytes
 from beamq.conversion.output_folder import disk_nbytes, fetched_nbytes, free_nbytes
-from beamq.conversion.runner import predicted_host_nbytes
 from beamq.exclusion import Exclusion
 from beamq.formats.layout import Unit
 from beamq.hub.fetch_order import DEFAULT_CACHE_BYTES, largest_job, traffic_nbytes

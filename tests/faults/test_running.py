@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from beamq.conversion.limits import predicted_host_nbytes
 from beamq.conversion.output_lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import Progress, predicted_host_nbytes
+from beamq.conversion.runner import Progress
 from beamq.errors import Interrupted, OutputBusyError
 from beamq.plan import make_plan
 from tests.crash.harness import Zygote, digests
