@@ -28,7 +28,7 @@ import torch
 
 from beamq.checkpoint import Checkpoint
 from beamq.checksum import new_checksum
-from beamq.conversion.gpu_engine import IN_BYTES as CHUNK_BYTES
+from beamq.conversion.gpu_chunks import IN_BYTES as CHUNK_BYTES
 from beamq.conversion.gpu_queue import Memory
 from beamq.conversion.lanes import lane_count
 from beamq.plan import Job, Plan

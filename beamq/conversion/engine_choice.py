@@ -104,7 +104,7 @@ def engine_sentence(choice: EngineChoice, engines: Engines, workers: int) -> str
     threads = engines.workers(workers)
     text = f"On {choice.text(threads)}"
     if choice.device != "cpu":
-        from beamq.conversion.gpu_engine import SLOT_BYTES
+        from beamq.conversion.gpu_chunks import SLOT_BYTES
 
         text += (
             f": at most {show_bytes(threads * SLOT_BYTES)} of page-locked memory and"

@@ -21,15 +21,26 @@ does a job in which something is not finite, to be refused with its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from beamq.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.checkpoint import Checkpoint
 from beamq.conversion.buffer_pool import BufferPool
 from beamq.conversion.cpu_engine import CpuEngine
-from beamq.conversion.gpu_queue import GpuQueue, Memory, Place
+from beamq.conversion.gpu_areas import (
+    area_rows,
+    device_nbytes,
+    fp8_sizes,
+    item_size,
+    nvfp4_sizes,
+    part_rows,
+    split,
+    takes,
+)
+from beamq.conversion.gpu_chunks import IN_BYTES, OUT_BYTES, Chunk, Part, Ring, packed, pieces
+from beamq.conversion.gpu_queue import GpuQueue, Memory
 from beamq.conversion.sinks import JobResult, TensorSink, f32_bytes, write_together
 from beamq.errors import DeviceError, Interrupted
 from beamq.formats.kernels import cpu
@@ -39,42 +50,8 @@ from beamq.header import ITEMSIZE
 from beamq.plan import Job, Member
 from beamq.shards import OutputTensor, ShardWriter
 
-IN_BYTES = 16 << 20  # of a chunk: half of an expert's projection
-OUT_BYTES = 8 << 20
-CHUNKS = 2  # each way
-PART_BYTES = 64 << 20  # of FP8 rows on the device at a time
-SLOT_BYTES = CHUNKS * (IN_BYTES + OUT_BYTES)
-MAX_FP8_K = 32_768
-ALIGNMENT = 256
-
 DevicePool = BufferPool[Memory]
-Part = tuple[Memory, TensorSink]
 Batch = list[tuple[memoryview, TensorSink]]
-
-
-def takes(job: Job) -> bool:
-    """Whether the kernels do a job: linears with one dtype and one row length."""
-    kinds = {(member.source.spec.dtype, member.source.shape[-1]) for member in job.members}
-    if job.kind not in ("nvfp4", "fp8") or len(kinds) != 1 or not job.source_nbytes:
-        return False
-    dtype, k = kinds.pop()
-    return dtype in FLOAT_SOURCES and (job.kind == "nvfp4" or k <= MAX_FP8_K)
-
-
-def device_nbytes(job: Job) -> int:
-    """Bytes a job takes on the device at a time; 0 if it is not done there."""
-    if not takes(job):
-        return 0
-    return sum(_aligned(size) for size in area_nbytes(job))
-
-
-def area_nbytes(job: Job) -> tuple[int, ...]:
-    """Bytes of source, codes, scales and info of a job, or of a part of its FP8 rows."""
-    item, k = _item(job), job.members[0].source.shape[1]
-    rows = sum(member.source.shape[0] for member in job.members)
-    if job.kind == "fp8":
-        return _fp8_sizes(min(rows, _part_rows(k, item)), k, item)
-    return _nvfp4_sizes(rows, k, item)
 
 
 class GpuEngine:
@@ -101,9 +78,9 @@ class GpuEngine:
         self._input_scale = input_scale
         self._stopped = stopped
         self._advance = advance
-        self._incoming = _Ring(queue, IN_BYTES)
-        self._outgoing = _Ring(queue, OUT_BYTES)
-        self._info = _Chunk(queue, INFO_BYTES)
+        self._incoming = Ring(queue, IN_BYTES)
+        self._outgoing = Ring(queue, OUT_BYTES)
+        self._info = Chunk(queue, INFO_BYTES)
 
     def run(
         self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
@@ -142,9 +119,9 @@ class GpuEngine:
         result: JobResult,
     ) -> bool:
         """Whether all values are finite; if not, nothing is written."""
-        item, k = _item(job), job.members[0].source.shape[1]
+        item, k = item_size(job), job.members[0].source.shape[1]
         n = sum(member.source.shape[0] for member in job.members)
-        areas = split(place, _nvfp4_sizes(n, k, item))
+        areas = split(place, nvfp4_sizes(n, k, item))
         source, codes, scales, info = areas
         begin = 0
         for member, view in zip(job.members, views, strict=True):
@@ -156,9 +133,9 @@ class GpuEngine:
         for member in job.members:
             rows = slice(row, row + member.source.shape[0])
             row = rows.stop
-            parts.append((_rows(codes, rows, k // 2), TensorSink(writer, member.outputs[0])))
+            parts.append((area_rows(codes, rows, k // 2), TensorSink(writer, member.outputs[0])))
             parts.append(
-                (_rows(scales, rows, k // NVFP4_BLOCK), TensorSink(writer, member.outputs[1]))
+                (area_rows(scales, rows, k // NVFP4_BLOCK), TensorSink(writer, member.outputs[1]))
             )
         found = self._download(info, parts, lambda found: found.finite_group)
         if found is None:
@@ -195,11 +172,11 @@ class GpuEngine:
         for member, view in zip(job.members, views, strict=True):
             dtype, (n, k) = member.source.spec.dtype, member.source.shape
             item = ITEMSIZE[dtype]
-            at_once = _part_rows(k, item)
+            at_once = part_rows(k, item)
             code_sink, scale_sink = (TensorSink(writer, output) for output in member.outputs)
             for row in range(0, n, at_once):
                 rows = min(at_once, n - row)
-                areas = split(place, _fp8_sizes(rows, k, item))
+                areas = split(place, fp8_sizes(rows, k, item))
                 self._upload(areas[0], member, row * k * item, view)
                 self._queue.fp8(areas, dtype, rows, k)
                 parts = [(areas[1], code_sink), (areas[2], scale_sink)]
@@ -220,7 +197,7 @@ class GpuEngine:
                 self._check(to.nbytes)
                 self._queue.upload(to, held.ctypes.data)
                 return
-        for first, size in _pieces(to.nbytes):
+        for first, size in pieces(to.nbytes):
             self._check(size)
             chunk = self._incoming.next()
             if held is None:
@@ -253,12 +230,12 @@ class GpuEngine:
 
     def _batches(self, parts: Sequence[Part]) -> Iterator[Batch]:
         """Parts' bytes on the host, a chunk at a time, the next one on its way meanwhile."""
-        waiting: tuple[_Chunk, Batch] | None = None
-        for packed in _packed(parts):
+        waiting: tuple[Chunk, Batch] | None = None
+        for some in packed(parts):
             chunk = self._outgoing.next()
             batch: Batch = []
             begin = 0
-            for memory, sink in packed:
+            for memory, sink in some:
                 self._queue.download(chunk.address + begin, memory)
                 batch.append((chunk.view[begin : begin + memory.nbytes], sink))
                 begin += memory.nbytes
@@ -276,104 +253,3 @@ class GpuEngine:
             raise Interrupted("stopped")
         if nbytes:
             self._advance(nbytes)
-
-
-class _Chunk:
-    """Page-locked bytes that a copy may be using."""
-
-    def __init__(self, queue: GpuQueue, nbytes: int) -> None:
-        self.array = queue.host(nbytes)
-        self.view = memoryview(self.array)  # type: ignore[arg-type]  # numpy arrays are buffers
-        self.address: int = self.array.ctypes.data
-        self._mark = queue.mark()
-        self._marked = False
-
-    def mark(self) -> None:
-        """In use by what was queued so far."""
-        self._mark.record()
-        self._marked = True
-
-    def wait(self) -> None:
-        """Until it is not."""
-        if self._marked:
-            self._mark.wait()
-            self._marked = False
-
-
-class _Ring:
-    """Chunks in turn, made when first needed; each is waited for before it is given out again."""
-
-    def __init__(self, queue: GpuQueue, nbytes: int) -> None:
-        self._queue = queue
-        self._nbytes = nbytes
-        self._chunks: list[_Chunk] = []
-        self._turn = 0
-
-    def next(self) -> _Chunk:
-        if len(self._chunks) < CHUNKS:
-            self._chunks.append(_Chunk(self._queue, self._nbytes))
-        chunk = self._chunks[self._turn % CHUNKS]
-        self._turn += 1
-        chunk.wait()
-        return chunk
-
-
-def _item(job: Job) -> int:
-    return ITEMSIZE[job.members[0].source.spec.dtype]
-
-
-def _part_rows(k: int, item: int) -> int:
-    return max(1, PART_BYTES // (k * item))
-
-
-def _nvfp4_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
-    """Bytes of source, codes, scales and info."""
-    return n * k * item, n * k // 2, n * k // NVFP4_BLOCK, INFO_BYTES
-
-
-def _fp8_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
-    return n * k * item, n * k, n * 4, INFO_BYTES
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def split(place: Memory, sizes: Iterable[int]) -> Place:
-    """Areas of device memory, one behind the other."""
-    areas, begin = [], 0
-    for size in sizes:
-        areas.append(place.part(begin, size))
-        begin += _aligned(size)
-    source, codes, scales, info = areas
-    return source, codes, scales, info
-
-
-def _rows(area: Memory, rows: slice, width: int) -> Memory:
-    return area.part(rows.start * width, (rows.stop - rows.start) * width)
-
-
-def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """(start, size) of as few equal pieces as chunks allow."""
-    count = -(-nbytes // IN_BYTES)
-    size = min(IN_BYTES, _aligned(-(-nbytes // count)))
-    for start in range(0, nbytes, size):
-        yield start, min(size, nbytes - start)
-
-
-def _packed(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Batches of parts that fit a chunk, large ones divided."""
-    batch: list[Part] = []
-    room = OUT_BYTES
-    for memory, sink in parts:
-        done = 0
-        while done < memory.nbytes:
-            size = min(room, memory.nbytes - done)
-            batch.append((memory.part(done, size), sink))
-            done += size
-            room -= size
-            if not room:
-                yield batch
-                batch, room = [], OUT_BYTES
-    if batch:
-        yield batch

@@ -14,7 +14,9 @@ import torch
 from beamq.checkpoint import Checkpoint
 from beamq.conversion.buffer_pool import BufferPool
 from beamq.conversion.engines import CpuEngines
-from beamq.conversion.gpu_engine import SLOT_BYTES, DevicePool, GpuEngine, device_nbytes
+from beamq.conversion.gpu_areas import device_nbytes
+from beamq.conversion.gpu_chunks import SLOT_BYTES
+from beamq.conversion.gpu_engine import DevicePool, GpuEngine
 from beamq.conversion.gpu_queue import CudaQueue, FirstLaunches, device_errors, device_memory
 from beamq.errors import DeviceError
 from beamq.plan import Work

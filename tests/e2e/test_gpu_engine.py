@@ -18,7 +18,7 @@ import safetensors_edit as st
 from gpu_double import HostEngines, HostQueue
 
 from beamq.checkpoint import Checkpoint
-from beamq.conversion import gpu_engine
+from beamq.conversion import gpu_areas, gpu_chunks, gpu_engine
 from beamq.conversion import quantize as conversion
 from beamq.conversion.cpu_engine import piece_bytes
 from beamq.conversion.quantize import quantize
@@ -52,9 +52,10 @@ def use_double(monkeypatch: pytest.MonkeyPatch) -> Use:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor in several chunks, FP8 in several parts, chunks shared by tensors."""
-    monkeypatch.setattr(gpu_engine, "IN_BYTES", 3072)
-    monkeypatch.setattr(gpu_engine, "OUT_BYTES", 2048)
-    monkeypatch.setattr(gpu_engine, "PART_BYTES", 5000)
+    for module in (gpu_engine, gpu_chunks):
+        monkeypatch.setattr(module, "IN_BYTES", 3072)
+        monkeypatch.setattr(module, "OUT_BYTES", 2048)
+    monkeypatch.setattr(gpu_areas, "PART_BYTES", 5000)
 
 
 def options_for(recipe: str) -> dict[str, Any]:
@@ -279,14 +280,14 @@ def test_the_double_finds_a_missing_wait(
 ) -> None:  # fmt: skip
     expected = plain(beam_nano, tmp_path / "cpu", recipe="nvfp4-all", no_calibration=True)
     use_double()
-    ring = gpu_engine._Ring.next
+    ring = gpu_chunks.Ring.next
 
-    def hasty(self: gpu_engine._Ring) -> gpu_engine._Chunk:
+    def hasty(self: gpu_chunks.Ring) -> gpu_chunks.Chunk:
         for chunk in self._chunks:
             chunk._marked = False
         return ring(self)
 
-    monkeypatch.setattr(gpu_engine._Ring, "next", hasty)
+    monkeypatch.setattr(gpu_chunks.Ring, "next", hasty)
     try:
         quantize(beam_nano, tmp_path / "gpu", recipe="nvfp4-all", no_calibration=True, workers=1)
     except BeamqError:

@@ -20,7 +20,7 @@ from beamq.conversion.engine_choice import (
     open_engines,
     saved_seconds,
 )
-from beamq.conversion.gpu_engine import SLOT_BYTES
+from beamq.conversion.gpu_chunks import SLOT_BYTES
 from beamq.errors import DeviceError, UsageError
 from beamq.ranks import Ranks
 
