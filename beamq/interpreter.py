@@ -9,23 +9,34 @@ conversion 6.1 and 5.0 s (docs/results.md).
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 SHORT_SECONDS = 0.0005
+
+_lock = threading.Lock()
+_before: list[float] = []
+"""What the interval was before each block that is under way; the first is the process's own."""
 
 
 @contextmanager
 def short_turns(wanted: bool) -> Iterator[None]:
     """Within, threads of this process take turns at least every `SHORT_SECONDS`, if `wanted`.
 
-    A setting of the whole process; what it was before comes back at the end.
+    A setting of the whole process; what it was comes back at the end of the last such block, in
+    whatever order they end.
     """
-    before = sys.getswitchinterval()
-    if wanted:
-        sys.setswitchinterval(min(before, SHORT_SECONDS))
+    if not wanted:
+        yield
+        return
+    with _lock:
+        _before.append(_before[0] if _before else sys.getswitchinterval())
+        sys.setswitchinterval(min(_before[0], SHORT_SECONDS))
     try:
         yield
     finally:
-        if wanted:
-            sys.setswitchinterval(before)
+        with _lock:
+            before = _before.pop()
+            if not _before:
+                sys.setswitchinterval(before)

@@ -30,7 +30,6 @@ from beamq.calib.supplied import SuppliedLoader
 from beamq.calib.watch import TokenWatch, combine
 from beamq.checkpoint import Checkpoint
 from beamq.config import BeamConfig
-from beamq.interpreter import short_turns
 from beamq.model.attention import SequenceLayout
 from beamq.model.exchange import Alone, ExpertExchange, exchange_for
 from beamq.model.fill import Tap
@@ -161,18 +160,17 @@ class CalibrationPass:
                 slice_experts=self._plan.slice_experts,
                 experts=None if alone else exchange.experts,
             )
-            with short_turns(self._device.type == "cuda"):
-                run_layers(
-                    stream,
-                    batches,
-                    gemm=gemm,
-                    observers=[self._collector],
-                    resident_bytes=self._plan.resident_nbytes,
-                    done=lambda layer: self._finish(layer, batches, exchange),
-                    whole=self._saves,
-                    exchange=None if alone else exchange,
-                    visitor=self._visitor(gemm),
-                )
+            run_layers(
+                stream,
+                batches,
+                gemm=gemm,
+                observers=[self._collector],
+                resident_bytes=self._plan.resident_nbytes,
+                done=lambda layer: self._finish(layer, batches, exchange),
+                whole=self._saves,
+                exchange=None if alone else exchange,
+                visitor=self._visitor(gemm),
+            )
         return self._stats
 
     def _visitor(self, gemm: Gemm) -> ExpertRounding | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from beamq.interpreter import short_turns
 from beamq.model.beam import LayerWeights, SparseMlp
 from beamq.model.load import LayerLoader
 from beamq.model.moe import ExpertSlice
@@ -107,12 +108,13 @@ def in_turns(
     ]
     loads = (load for place, index in turns for load in streams[place].loads(index))
     units = read_ahead(loads, depth=ahead)
-    for place, index in turns:
-        weights, rest = streams[place].take(index, units)
-        yield place, index, weights
-        del weights  # before the next one is asked for, or two would live
-        for _ in rest:  # left by a consumer that needed no experts
-            pass
+    with short_turns(any(stream.loader.device.type == "cuda" for stream in streams)):
+        for place, index in turns:
+            weights, rest = streams[place].take(index, units)
+            yield place, index, weights
+            del weights  # before the next one is asked for, or two would live
+            for _ in rest:  # left by a consumer that needed no experts
+                pass
 
 
 def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:

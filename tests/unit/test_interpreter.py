@@ -21,6 +21,17 @@ def test_turns_are_short_within_and_as_before_behind() -> None:
     assert sys.getswitchinterval() == before
 
 
+def test_blocks_may_end_in_any_order() -> None:
+    before = sys.getswitchinterval()
+    first, second = short_turns(True), short_turns(True)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() == pytest.approx(SHORT_SECONDS, rel=0.02)
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+
+
 def test_what_is_shorter_already_stays() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(2e-4)
