@@ -33,7 +33,7 @@ def push(
 ) -> None:
     """Publish a checkpoint on the Hub, and check what arrived.
 
-    A folder whose structure verify refuses is not sent. Index and configs go last.
+    A folder that verify refuses, by structure or checksums, is not sent. Index and configs go last.
     A push that was stopped goes on when the same command is run again.
     """
 
@@ -48,6 +48,7 @@ def push(
             revision=revision,
             dry_run=dry_run,
             show_progress=not (as_json or quiet),
+            checking=lambda: screen.progress("checking"),
         )
         screen.show(lambda: push_data(result), lambda: push_blocks(result))
 

@@ -1,7 +1,7 @@
 """PUSH: publish a checkpoint on the Hub, so that nobody can load it before it is whole.
 
-In: a folder that `verify --level structure` passes, a repository's name. Out: a `PushResult`, after
-the repository's listing was compared with the folder.
+In: a folder that `verify` passes at levels `structure` and `quick`, a repository's name. Out: a
+`PushResult`, after the repository's listing was compared with the folder.
 
     verify -> repository, branch -> [withdraw what is loadable there] -> weights and all else
            -> index, configs, manifest in one commit -> compare the listing
@@ -19,16 +19,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from beamq.conversion.output_folder import MANIFEST_NAME
 from beamq.errors import CheckFailed, HubError, UsageError
-from beamq.eval.verify import verify
 from beamq.hub.calls import has_token, hub_call, no_token
+from beamq.hub.publishable import require_bytes, require_structure
 from beamq.hub.repo import parse_hub_id
 from beamq.shards import PARTIAL
 from beamq.source_files import WEIGHT_SUFFIXES
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 LAST_NAMES = (INDEX_NAME, "hf_quant_config.json", "config.json", MANIFEST_NAME)
 MAX_HASHED_BYTES = 1 << 28
+Advance = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +81,14 @@ def push(
     revision: str | None = None,
     dry_run: bool = False,
     show_progress: bool = False,
+    checking: Callable[[], AbstractContextManager[Advance | None]] = nullcontext,
 ) -> PushResult:
     """Upload a folder to `repo` (org/name) and check what arrived.
 
     The repository and the branch `revision` are made if they do not exist; `private` refuses one
     that is public already. `show_progress` lets huggingface_hub draw its bars on stderr.
+    Every byte is held against beamq.json first, also for a dry run; `checking` is entered around
+    that, and gives what to call with bytes done and bytes in all.
     Raises `CheckFailed` for a folder that verify refuses and for a listing that differs at the
     end, `UsageError`, `HubError`, `HubUnreachableError`.
     """
@@ -93,13 +97,15 @@ def push(
     asked = parse_hub_id(repo)
     if asked is None or asked.revision is not None:
         raise UsageError(f"{repo!r}: expected a repository's name, org/name (and --revision)")
-    _require_sound(folder)
+    require_structure(folder)
+    if not dry_run and not has_token():  # asked before the long read
+        raise no_token(repo, "uploading")
+    with checking() as progress:
+        require_bytes(folder, progress)
     files = files_to_push(folder)
     branch = revision or "main"
     if dry_run:
         return PushResult(repo=repo, revision=branch, private=private, dry_run=True, files=files)
-    if not has_token():
-        raise no_token(repo, "uploading")
     pusher = _Pusher(folder, repo, branch, files)
     with _bars(show_progress):
         pusher.prepare(private)
@@ -118,22 +124,6 @@ def push(
         url=f"{pusher.endpoint}/{repo}/tree/{branch}",
         seconds=time.monotonic() - begun,
     )
-
-
-def _require_sound(folder: Path) -> None:
-    report = verify(folder, level="structure")
-    if report.check("manifest.present").status == "skip":
-        raise CheckFailed(
-            f"{folder}: not fit to publish: no {MANIFEST_NAME}, so beamq has not made it;"
-            " `hf upload` publishes any folder"
-        )
-    if not report.ok:
-        failed = "; ".join(f"{check.name}: {check.detail}" for check in report.failures[:2])
-        more = f" and {len(report.failures) - 2} more" if len(report.failures) > 2 else ""
-        raise CheckFailed(
-            f"{folder}: not fit to publish ({failed}{more}); see `beamq verify {folder} --level"
-            " structure`"
-        )
 
 
 def files_to_push(folder: Path) -> tuple[PushFile, ...]:

@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,12 @@ from hub_server import (
     hub_server,
 )
 
+from beamq.checkpoint import open_checkpoint
 from beamq.cli import app
 from beamq.conversion.quantize import quantize
 from beamq.errors import CheckFailed, HubError, HubUnreachableError, UsageError
 from beamq.hub.push import LAST_NAMES, push
+from tests.checkpoint_damage import edit_json, flip
 
 REPO = "someone/beam-nano-nvfp4"
 
@@ -186,6 +189,56 @@ def test_what_is_refused_before_anything_is_sent(
     with pytest.raises(HubError, match="no write access; the token needs write access to it"):
         push(output, REPO)
     assert REPO not in hub.repos
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_a_flipped_bit_is_refused_by_name_before_anything_is_sent(
+    hub: HubServer,
+    output: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+) -> None:
+    bad = Path(shutil.copytree(output, tmp_path / "bad"))
+    shutil.rmtree(bad / ".beamq")
+    names = ("model.layers.3.mlp.experts.1.up_proj.weight", "model.norm.weight")
+    for name in names:
+        flip(bad, name, 3)
+    with pytest.raises(SystemExit) as left:
+        app(["push", str(bad), REPO, *options], prog_name="beamq")
+    assert left.value.code == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "not fit to publish (checksums.tensors: " in said
+    assert all(name in said for name in names)
+    assert f"see `beamq verify {bad} --quick`" in said
+    assert not hub.requests
+
+
+def test_a_folder_whose_bytes_cannot_be_checked_is_refused(
+    hub: HubServer, output: Path, tmp_path: Path
+) -> None:
+    odd = Path(shutil.copytree(output, tmp_path / "odd"))
+    shutil.rmtree(odd / ".beamq")
+    edit_json(odd / "beamq.json", lambda manifest: manifest.update(checksum="sum-of-tomorrow"))
+    with pytest.raises(CheckFailed, match=r"not fit to publish.*sum-of-tomorrow"):
+        push(odd, REPO, dry_run=True)
+
+
+def test_checking_tells_bytes_done_and_in_all_and_ends_before_sending(
+    hub: HubServer, output: Path
+) -> None:
+    told: list[tuple[int, int]] = []
+    requests_at_end: list[int] = []
+
+    @contextmanager
+    def checking() -> Iterator[Callable[[int, int], None]]:
+        yield lambda done, total: told.append((done, total))
+        requests_at_end.append(len(hub.requests))
+
+    push(output, REPO, checking=checking)
+    done, total = told[-1]
+    assert done == total == sum(spec.nbytes for spec in open_checkpoint(output).tensors.values())
+    assert requests_at_end == [0]
 
 
 def test_a_dry_run_lists_and_sends_nothing(
