@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from beamq.errors import BeamqError, EnvironmentFault, UsageError
+from beamq.rendezvous import int_or_none, meeting_place
 
 MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
 
@@ -159,18 +160,35 @@ class Ranks:
 
 
 def current_ranks() -> Ranks:
-    """Read RANK and WORLD_SIZE, as torchrun sets them."""
-    try:
-        ranks = Ranks(
-            rank=int(os.environ.get("RANK", 0)), world=int(os.environ.get("WORLD_SIZE", 1))
-        )
-    except ValueError:
-        raise UsageError(
-            "RANK and WORLD_SIZE must be whole numbers, as torchrun sets them"
-        ) from None
-    if not 0 <= ranks.rank < ranks.world:
-        raise UsageError(f"RANK {ranks.rank} does not fit WORLD_SIZE {ranks.world}")
+    """Read RANK and WORLD_SIZE, as torchrun sets them.
+
+    Raises `UsageError` where they make no sense, or where several processes are not told the place
+    to meet at.
+    """
+    ranks = _numbers()
+    if ranks.world > 1:
+        meeting_place()
     return ranks
+
+
+def rank_here() -> int:
+    """This process's rank; 0, which may speak, where the environment makes no sense."""
+    try:
+        return _numbers().rank
+    except UsageError:
+        return 0
+
+
+def _numbers() -> Ranks:
+    rank, world = os.environ.get("RANK"), int_or_none(os.environ.get("WORLD_SIZE") or "1")
+    if world is not None and world > 1 and not rank:
+        raise UsageError(f"WORLD_SIZE is {world} and RANK is not set; torchrun sets both")
+    number = int_or_none(rank or "0")
+    if number is None or world is None:
+        raise UsageError("RANK and WORLD_SIZE must be whole numbers, as torchrun sets them")
+    if not 0 <= number < world:
+        raise UsageError(f"RANK {number} does not fit WORLD_SIZE {world}")
+    return Ranks(rank=number, world=world)
 
 
 def processes_here() -> int:

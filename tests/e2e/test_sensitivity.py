@@ -154,5 +154,7 @@ def test_it_runs_in_one_process(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(UsageError, match="one process, and torchrun started 2"):
         sensitivity(beam_nano, made / "all", **TEXT)

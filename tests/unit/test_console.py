@@ -154,6 +154,8 @@ def test_a_log_shows_life(
         assert advance is None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     with Screen().progress("converting") as advance:
         assert advance is None
 

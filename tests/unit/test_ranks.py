@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from beamq.errors import DiskError, EnvironmentFault, TensorError, UsageError
-from beamq.ranks import Ranks, cores_here, stretch
+from beamq.ranks import Ranks, cores_here, current_ranks, rank_here, stretch
 
 
 def stretches(sizes: list[int], world: int) -> list[range]:
@@ -51,6 +51,58 @@ def test_processes_on_one_machine_divide_its_cores(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
     with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE"):
         cores_here()
+
+
+SET = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, **changed: str | None) -> None:
+    """What torchrun would set, with some of it changed, or None: not set."""
+    for name, value in (SET | changed).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"RANK": None}, "WORLD_SIZE is 2 and RANK is not set"),
+        ({"RANK": ""}, "WORLD_SIZE is 2 and RANK is not set"),
+        ({"RANK": "one"}, "must be whole numbers"),
+        ({"WORLD_SIZE": "two"}, "must be whole numbers"),
+        ({"RANK": "2"}, "RANK 2 does not fit WORLD_SIZE 2"),
+        ({"RANK": "-1"}, "RANK -1 does not fit WORLD_SIZE 2"),
+        ({"WORLD_SIZE": ""}, "RANK 1 does not fit WORLD_SIZE 1"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be from 1 to 65535, not 'http'"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT must be from 1 to 65535, not '0'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT must be from 1 to 65535, not '65536'"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused_at_once(
+    changed: dict[str, str | None], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment(monkeypatch, **changed)
+    with pytest.raises(UsageError, match=says):
+        current_ranks()
+
+
+def test_ranks_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch)
+    assert (current_ranks(), rank_here()) == (Ranks(rank=1, world=2), 1)
+    environment(monkeypatch, MASTER_PORT="65535", RANK="0")
+    assert current_ranks() == Ranks(world=2)
+    nothing: dict[str, str | None] = dict.fromkeys(SET)
+    for alone in (nothing, {"WORLD_SIZE": "", "RANK": "", "MASTER_PORT": "?"}):
+        environment(monkeypatch, **alone)
+        assert (current_ranks(), rank_here()) == (Ranks(), 0)
+    for odd in ("7", "x"):  # nobody else would tell of it
+        environment(monkeypatch, RANK=odd)
+        assert rank_here() == 0
 
 
 class Meeting(Ranks):
