@@ -23,6 +23,7 @@ from beamq.calib.collect import Collector
 from beamq.calib.device import batch_rows
 from beamq.calib.expert_rounding import ExpertRounding, Group, RoundedGroup
 from beamq.calib.host_memory import HeapTrim, cap_kernel_caches
+from beamq.calib.pace import LayerPace
 from beamq.calib.prepared import Prepared
 from beamq.calib.state import RunState, Saved
 from beamq.calib.stats import CalibrationStats
@@ -36,6 +37,7 @@ from beamq.model.fill import Tap
 from beamq.model.layer_stream import LayerStream
 from beamq.model.linear import Gemm, gemm_backend
 from beamq.model.load import LayerLoader
+from beamq.model.observe import Observer
 from beamq.model.run import run_layers
 from beamq.model.states import Batch
 from beamq.roles import classify
@@ -67,7 +69,8 @@ class CalibrationPass:
     """One run. `stopped` ends it between two inputs; `state` is begun and removed by the caller.
 
     `tap` sees every tensor the loader reads, once; `after` each finished layer's statistics.
-    `visit` has experts rounded as soon as their layer's inputs are known.
+    `visit` has experts rounded as soon as their layer's inputs are known. `passed` is told of a
+    layer and the share of its batches that have passed, while it runs.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class CalibrationPass:
         tap: Tap | None = None,
         after: Callable[[LayerDone], None] = lambda done: None,
         visit: Visit | None = None,
+        passed: Callable[[int, float], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         checkpoint, options, data = prepared.checkpoint, prepared.options, prepared.data
@@ -96,6 +100,7 @@ class CalibrationPass:
         self._after = after
         self._tap = tap
         self._visit = visit
+        self._passed = passed
         self._stopped = stopped
         self._rows = batch_rows(device, data.samples, data.sequence_length)
         self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
@@ -164,7 +169,7 @@ class CalibrationPass:
                 stream,
                 batches,
                 gemm=gemm,
-                observers=[self._collector],
+                observers=self._observers(),
                 resident_bytes=self._plan.resident_nbytes,
                 done=lambda layer: self._finish(layer, batches, exchange),
                 whole=self._saves,
@@ -172,6 +177,11 @@ class CalibrationPass:
                 visitor=self._visitor(gemm),
             )
         return self._stats
+
+    def _observers(self) -> list[Observer]:
+        if self._passed is None:
+            return [self._collector]
+        return [self._collector, LayerPace(len(self._rows), self._passed)]
 
     def _visitor(self, gemm: Gemm) -> ExpertRounding | None:
         visit = self._visit

@@ -198,6 +198,7 @@ class OnePass:
             tap=None if engine is None else engine.tap,
             after=after,
             visit=self._visit(experts, stop),
+            passed=None if engine is None else engine.passed,
             stopped=stop.is_set,
         ).run()
         if ranks.first:

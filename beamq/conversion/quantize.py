@@ -100,7 +100,7 @@ def quantize(
     conversion's buffers, in bytes. `on_plan` is called before work, `on_engine` with a sentence on
     what converts and the memory it takes, `on_start` with what a
     calibration will run on, `on_layer` after each calibrated layer, `on_progress` about every
-    32 MiB, from worker threads.
+    32 MiB or hundredth of the total, whichever is less, from worker threads.
     Raises `BeamqError`s: `InputError` kinds before any work where headers can tell,
     `TensorError` for non-finite weights as they are met, `CalibrationError` for data or for
     activations that are not finite, `EnvironmentFault` kinds for disk and memory, `Interrupted`

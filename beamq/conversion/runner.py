@@ -43,11 +43,13 @@ from beamq.signals import stop_on_signals
 from beamq.version import __version__
 
 REPORT_STEP_BYTES = 1 << 25
+REPORT_STEPS = 100  # where a hundredth of the total is less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Told now and then during a run: source bytes read so far by this process, and in all."""
+    """Told now and then during a run: source bytes done by this process so far, and in all. They
+    are done when read; where a calibration is on the way, when their layer is passed."""
 
     done_nbytes: int
     total_nbytes: int
@@ -254,6 +256,7 @@ class _Meter:
     def __init__(self, report: Callable[[Progress], None] | None, total: int) -> None:
         self._report = report
         self._total = total
+        self._step = min(REPORT_STEP_BYTES, total // REPORT_STEPS)
         self._done = 0
         self._told = 0
         self._lock = threading.Lock()
@@ -261,7 +264,7 @@ class _Meter:
     def advance(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            due = self._done - self._told >= REPORT_STEP_BYTES or self._done == self._total
+            due = self._done - self._told >= self._step or self._done == self._total
             if due:
                 self._told = self._done
             done = self._done

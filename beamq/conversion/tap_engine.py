@@ -7,7 +7,8 @@ The one idea: the codes of a weight do not depend on calibration, only `input_sc
 job runs in the reader thread that brings its last member, on the core whose cache holds it (or on
 the GPU, straight from the page-locked buffers that the pass itself uploads from), and ends when its
 four-byte scales are written a layer later. Reading and converting layer L + 1 overlap the forward
-pass of layer L, and no byte is read twice.
+pass of layer L, and no byte is read twice. Progress follows the pass, which takes the time: bytes
+of a layer count as its batches pass it (`passed`).
 
 Members that arrive before their partners (gate before up; q, k, v before the attention gate) stay
 where the loader has put them: partners are of one unit of loading, whose buffers live until all of
@@ -52,6 +53,8 @@ class TapEngine:
         self._own = threading.local()
         self._held: dict[int, dict[int, memoryview]] = {}
         self._late: dict[int, list[tuple[Job, JobResult]]] = {}
+        self._converted: dict[int, int] = {}  # source bytes by layer
+        self._told: dict[int, int] = {}
         # By tensor: the byte ranges of it that are members, as (begin, end, job, member).
         self._places: dict[str, list[tuple[int, int, int, int]]] = {}
         for index, job in enumerate(jobs):
@@ -82,6 +85,16 @@ class TapEngine:
             for member in job.members:
                 write_input_scale(member, input_scale, writer, result)
             self._finish(job, result)
+        self.passed(layer, 1.0)
+
+    def passed(self, layer: int, share: float) -> None:
+        """That share (0 to 1) of the batches has passed the layer: count as much of its bytes."""
+        with self._lock:
+            due = int(share * self._converted.get(layer, 0)) - self._told.get(layer, 0)
+            if due > 0:
+                self._told[layer] = self._told.get(layer, 0) + due
+        if due > 0:
+            self._advance(due)
 
     def _arrive(self, index: int, views: dict[int, memoryview]) -> None:
         job = self._jobs[index]
@@ -96,6 +109,11 @@ class TapEngine:
     def _run(self, job: Job, views: Sequence[memoryview]) -> None:
         result = self._engine().run(job, self._shards.writer(job.shard), views)
         layer = job.members[0].role.layer
+        if layer is None:
+            self._advance(job.source_nbytes)
+        else:
+            with self._lock:
+                self._converted[layer] = self._converted.get(layer, 0) + job.source_nbytes
         if job.kind == "nvfp4" and layer is not None:
             with self._lock:
                 self._late.setdefault(layer, []).append((job, result))
@@ -115,6 +133,6 @@ class TapEngine:
                 scales=self._scales,
                 input_scale=None,
                 stopped=self._stopped,
-                advance=self._advance,
+                advance=lambda nbytes: None,  # told as the layer is passed
             )
         return engine
