@@ -93,6 +93,7 @@ class OnePass:
         self._on_layer = on_layer
         self._known: KnownScales | None = None
         self.state_nbytes = self._prepared.state_nbytes
+        self.calibrated: tuple[int, int] | None = None
         self.stats: CalibrationStats | None = None
         self.digest = run_digest(
             self._prepared.fingerprint, options.experts, [self._prepared.data_record()]
@@ -155,6 +156,7 @@ class OnePass:
                 )
             stats = self._pass(engine, experts, stop)
         self._known, self.stats = from_statistics(self._plan, stats), stats
+        self.calibrated = self._plan.config.num_layers, self._plan.config.num_layers
         done = frozenset() if engine is None else frozenset(engine.done)
         return done if experts is None else done | experts.done
 
@@ -182,6 +184,7 @@ class OnePass:
         converters = [each for each in (engine, experts) if each is not None]
 
         def after(done: LayerDone) -> None:
+            self.calibrated = done.layer + 1, done.layers
             if converters:
                 scales = input_scales(done.stats, self._plan.config)
                 for converter in converters:

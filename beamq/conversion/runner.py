@@ -243,8 +243,11 @@ class Runner:
                 ).run()
         except Interrupted:
             finished = sum(shard.name in journal.done for shard in work.shards)
+            layers = ""
+            if self._scales.calibrated is not None:
+                layers = "{} of {} layers are calibrated, ".format(*self._scales.calibrated)
             raise Interrupted(
-                f"interrupted; {finished} of"
+                f"interrupted; {layers}{finished} of"
                 f" {counted(len(work.shards), 'shard is', 'shards are')} finished."
                 " Run the same command with --resume to continue"
             ) from None

@@ -37,11 +37,15 @@ class ScaleSource(Protocol):
 
     `digest` tells these scales from others before the run; a finished run's manifest has it under
     `key` of its `input_scales`, which are `record`. `files` are texts to keep beside the weights.
-    `state_nbytes` is what finding them takes of the output's disk meanwhile.
+    `state_nbytes` is what finding them takes of the output's disk meanwhile; `calibrated` is how far
+    that has come, as (layers, of how many), None before the first.
     """
 
     @property
     def state_nbytes(self) -> int: ...
+
+    @property
+    def calibrated(self) -> tuple[int, int] | None: ...
 
     @property
     def digest(self) -> str: ...
@@ -78,6 +82,7 @@ class KnownScales:
     feed: Feed | None = None
     stats: CalibrationStats | None = None
     state_nbytes: int = 0
+    calibrated: tuple[int, int] | None = None
 
     def of(self, module: str) -> float:
         """The scale of one linear."""
