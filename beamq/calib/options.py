@@ -76,10 +76,10 @@ class CalibrationOptions:
         return self.samples or samples, length
 
     def recorded(self) -> dict[str, str]:
-        """What of this changes the statistics, besides the data."""
+        """What of this changes the statistics, besides the data, by option."""
         return {
-            "experts": self.experts,
-            "percentile": str(self.percentile),
-            "second_moments": str(self.second_moments),
-            "dtype": self.dtype,
+            "--experts": self.experts,
+            "--percentile": str(self.percentile),
+            "--second-moments": str(self.second_moments),
+            "--dtype": self.dtype,
         }

@@ -74,14 +74,17 @@ class Prepared:
         return {**self.data.to_dict(), "activations": self.options.dtype}
 
     def identity(self) -> dict[str, str]:
-        """What must be equal for a run to continue another."""
+        """What must be equal for a run to continue another; options under their names."""
         import torch
 
         return {
             "version of beamq": __version__,
             "version of torch": torch.__version__,
             "source": self.checkpoint.fingerprint(),
-            "data": self.data.digest,
             "device": self.device.type,
+            "--samples": str(self.data.samples_asked),
+            "--sequence-length": str(self.data.sequence_length),
+            "--seed": str(self.data.seed),
+            "--data": self.data.digest,
             **self.options.recorded(),
         }

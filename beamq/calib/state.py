@@ -36,6 +36,7 @@ from beamq.torch_dtypes import TORCH_DTYPES
 
 IDENTITY = "identity.json"
 FINAL = "stats.safetensors"
+CUTTING = ("--samples", "--sequence-length", "--seed")  # how rows are cut from the text
 COST_SHARE = 20  # saving may take a twentieth of the time
 _HIDDEN = re.compile(r"hidden-(\d{4})\.safetensors")
 _NAMES = {str(dtype): name for name, dtype in TORCH_DTYPES.items()}
@@ -68,21 +69,46 @@ class RunState:
         with disk_errors(self.folder, "creating the state folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            recorded = read_json_object(path, ResumeError)
-            odd = [key for key, value in self._identity.items() if recorded.get(key) != value]
+            odd = self._differences()
             if not resume:
                 raise ResumeError(
                     f"{self.folder}: an unfinished calibration; --resume continues it,"
                     " --overwrite starts again"
                 )
             if odd:
-                raise ResumeError(
-                    f"{self.folder}: begun with another {', '.join(odd)}; run it as before, or"
-                    " start again with --overwrite"
-                )
+                raise self._other_run(odd)
         else:
             write_json(path, self._identity)
         self._saved_at = time.monotonic()
+
+    def check_options(self) -> None:
+        """Raise `ResumeError` where a state is there that was begun with other options."""
+        odd = self._differences(only_options=True)
+        if odd:
+            raise self._other_run(odd)
+
+    def _differences(self, *, only_options: bool = False) -> list[str]:
+        """How the state that is there, if any, was begun otherwise; options with both values."""
+        path = self.folder / IDENTITY
+        if not path.exists():
+            return []
+        recorded, wanted = read_json_object(path, ResumeError), self._identity
+        odd = []
+        for key in [key for key, now in wanted.items() if recorded.get(key) != now]:
+            if key == "--data":
+                if all(recorded.get(each) == wanted.get(each) for each in CUTTING):
+                    odd.append("other text (--data)")
+            elif key.startswith("--") and key in recorded:
+                odd.append(f"{key} {recorded[key]}, not {wanted[key]}")
+            elif key.startswith("--") or not only_options:
+                odd.append(f"another {key}")
+        return odd
+
+    def _other_run(self, odd: Sequence[str]) -> ResumeError:
+        return ResumeError(
+            f"{self.folder}: begun with {', '.join(odd)}; run it as before, or start again with"
+            " --overwrite"
+        )
 
     def check_space(self, nbytes: int) -> None:
         """Raise `DiskError` where a state of so many bytes does not fit the disk. Makes nothing."""

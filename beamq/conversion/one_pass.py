@@ -120,6 +120,12 @@ class OnePass:
         """The scale of one linear. Raises `CalibrationError` for one that was not looked at."""
         return self._after_the_pass().of(module)
 
+    def check_resumed(self) -> None:
+        """See `ScaleSource`."""
+        from beamq.calib.state import RunState  # torch, only where a model runs
+
+        RunState(self._state_folder, self._prepared.identity()).check_options()
+
     def _after_the_pass(self) -> KnownScales:
         if self._known is None:
             raise RuntimeError("input scales were asked for before the calibration was run")

@@ -171,7 +171,11 @@ class Runner:
             self._check_space(0, replaced=True)
             output_folder.clear(self._output)
         output_folder.unload(self._output)
-        journal.load()
+        try:
+            journal.load()
+        except ResumeError:
+            self._scales.check_resumed()  # may know the options, of which the journal has a digest
+            raise
         finished = 0
         for shard in self._work.shards:
             record = journal.done.get(shard.name)

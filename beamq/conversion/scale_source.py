@@ -37,8 +37,8 @@ class ScaleSource(Protocol):
 
     `digest` tells these scales from others before the run; a finished run's manifest has it under
     `key` of its `input_scales`, which are `record`. `files` are texts to keep beside the weights.
-    `state_nbytes` is what finding them takes of the output's disk meanwhile; `calibrated` is how far
-    that has come, as (layers, of how many), None before the first.
+    `state_nbytes` is what finding them takes of the output's disk meanwhile; `calibrated` is how
+    far that has come, as (layers, of how many), None before the first.
     """
 
     @property
@@ -69,6 +69,9 @@ class ScaleSource(Protocol):
     def of(self, module: str) -> float:
         """The scale of one linear."""
 
+    def check_resumed(self) -> None:
+        """Raise `ResumeError`, naming them, where an unfinished run was given other options."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownScales:
@@ -87,6 +90,9 @@ class KnownScales:
     def of(self, module: str) -> float:
         """The scale of one linear."""
         return self.scale(module)
+
+    def check_resumed(self) -> None:
+        """Nothing: `digest` is all there is to compare."""
 
 
 def no_scales(why: str) -> KnownScales:

@@ -333,14 +333,33 @@ def test_another_run_is_refused_by_name(beam_nano: Path, plain: Path, tmp_path: 
     target = tmp_path / "stats"
     with pytest.raises(Stop):
         calibrate(beam_nano, target, on_layer=stop_after(2), **SMALL)
+    (tmp_path / "text.txt").write_text("another text " * 400)
+    text = str(tmp_path / "text.txt")
+    samples, length = SMALL["samples"], SMALL["sequence_length"]
     for change, words in (
-        ({"seed": 1}, "data"),
-        ({"dtype": "float32"}, "dtype"),
-        ({"experts": "all", "percentile": 99.0}, "experts, percentile"),
-        ({"second_moments": True}, "second_moments"),
+        ({"seed": 1}, "--seed 0, not 1"),
+        ({"samples": samples - 1}, f"--samples {samples}, not {samples - 1}"),
+        ({"sequence_length": 32}, f"--sequence-length {length}, not 32"),
+        ({"data": [text]}, r"other text \(--data\)"),
+        ({"data": [text], "samples": 4}, f"--samples {samples}, not 4"),
+        ({"dtype": "float32"}, "--dtype bfloat16, not float32"),
+        (
+            {"experts": "all", "percentile": 99.0},
+            "--experts routed, not all, --percentile None, not 99.0",
+        ),
+        ({"second_moments": True}, "--second-moments False, not True"),
     ):
-        with pytest.raises(ResumeError, match=f"begun with another {words};"):
+        with pytest.raises(ResumeError, match=f": begun with {words}; run it as before"):
             calibrate(beam_nano, target, resume=True, **{**SMALL, **change})
+    identity = tmp_path / "stats.state" / "identity.json"
+    recorded = json.loads(identity.read_text())
+    older = {key: value for key, value in recorded.items() if key != "--samples"}
+    identity.write_text(json.dumps({**older, "version of torch": "2.0"}))
+    with pytest.raises(
+        ResumeError, match="begun with another version of torch, another --samples;"
+    ):
+        calibrate(beam_nano, target, resume=True, **SMALL)
+    identity.write_text(json.dumps(recorded))
     lock = OutputLock(tmp_path / "stats.state")
     with pytest.raises(OutputBusyError, match="another process"):
         calibrate(beam_nano, target, resume=True, **SMALL)

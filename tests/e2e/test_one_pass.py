@@ -272,7 +272,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bytes(
         ResumeError,
         match=r"begun with another calibration \(--data, --samples, --sequence-length, --seed,",
     ):
-        quantize(beam_nano, output, resume=True, seed=7, **options)
+        quantize(beam_nano, output, resume=True, seed=7, **options)  # whole: the state is gone
 
 
 RUN = (
@@ -338,6 +338,12 @@ def test_a_stop_signal_leaves_a_resumable_state(
         quantize(beam_nano, output, on_layer=stop, **options)
     with pytest.raises(ResumeError, match="--resume continues it"):
         quantize(beam_nano, output, **options)
+    for change, words in (
+        ({"samples": 5}, "--samples 6, not 5;"),
+        ({"dtype": "float32"}, "--dtype bfloat16, not float32;"),
+    ):
+        with pytest.raises(ResumeError, match=f"begun with {words}"):
+            quantize(beam_nano, output, resume=True, **{**options, **change})
     with pytest.raises(
         ResumeError,
         match=r"begun with another calibration \(--data, --samples, --sequence-length, --seed,",
