@@ -72,7 +72,7 @@ def sensitivity(
 
     def body(screen: Screen) -> None:
         from beamq.eval.parts import choose
-        from beamq.eval.report_files import check_report_folder
+        from beamq.eval.report_files import check_new_file, check_report_folder
         from beamq.eval.sensitivity import sensitivity as run
         from beamq.eval.sensitivity_report import write_sensitivity
         from beamq.views.sensitivity import sensitivity_blocks, sensitivity_data
@@ -86,6 +86,8 @@ def sensitivity(
             )
         if write_recipe is not None and write_recipe.suffix not in (".yaml", ".yml"):
             raise UsageError(f"--write-recipe {write_recipe}: a recipe's name ends in .yaml")
+        if write_recipe is not None:
+            check_new_file(write_recipe, "--write-recipe")
         if report is not None:
             check_report_folder(report)
         with screen.progress("measuring") as advance:

@@ -1,4 +1,4 @@
-"""The files of a report: a folder that can be written to, asked before the work; texts, after it.
+"""The files of a report: can they be written, asked before the work; texts, after it.
 
 In: the folder that `--report` names, and texts by file name. Each file is written whole or not at
 all; an earlier report in the folder is replaced, other files are left. Pages are made by jinja2
@@ -24,10 +24,23 @@ def check_report_folder(folder: str | Path) -> None:
     place = target.absolute()
     while not place.exists():
         place = place.parent
+    _check_place(target, place, "--report")
+
+
+def check_new_file(file: str | Path, option: str) -> None:
+    """Raise `DiskError` where the file of `option` could not be written, before the work: its
+    folder has to be there. Makes nothing."""
+    target = user_path(file)
+    if target.is_dir():
+        raise DiskError(f"{target}: is a folder; choose another {option}")
+    _check_place(target, target.parent, option)
+
+
+def _check_place(target: Path, place: Path, option: str) -> None:
     if not place.is_dir():
-        raise DiskError(f"{target}: {place} is not a folder; choose another --report")
+        raise DiskError(f"{target}: {place} is not a folder; choose another {option}")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise DiskError(f"{target}: {place} may not be written to; choose another --report")
+        raise DiskError(f"{target}: {place} may not be written to; choose another {option}")
 
 
 def write_report_files(folder: str | Path, texts: Mapping[str, str]) -> Path:

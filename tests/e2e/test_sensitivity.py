@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,37 @@ def test_faulty_options(made: Path, beam_nano: Path, options: list[str], message
     ran = CliRunner().invoke(app, [*base, *options])
     assert ran.exit_code == 2
     assert message in " ".join(ran.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("missing/x.yaml", "missing is not a folder; choose another --write-recipe"),
+        ("file/x.yaml", "file is not a folder; choose another --write-recipe"),
+        ("folder.yaml", "folder.yaml: is a folder; choose another --write-recipe"),
+        pytest.param(
+            "locked/x.yaml",
+            "locked may not be written to; choose another --write-recipe",
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere"),
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_written_is_refused_before_the_run(
+    made: Path, beam_nano: Path, tmp_path: Path, place: str, says: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.yaml").mkdir()
+    (tmp_path / "locked").mkdir(mode=0o500)
+    before = sorted(tmp_path.rglob("*"))
+    ran = CliRunner().invoke(
+        app,
+        ["sensitivity", str(beam_nano), str(made / "all"), "--exclude-worst", "1",
+         "--write-recipe", str(tmp_path / place)],
+    )  # fmt: skip
+    assert ran.exit_code == 4
+    assert ran.stderr.startswith("error: "), "the run has not begun"
+    assert says in " ".join(ran.stderr.split())
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_it_runs_in_one_process(
