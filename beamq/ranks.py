@@ -10,13 +10,10 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from beamq.errors import BeamqError, EnvironmentFault, UsageError
-from beamq.rendezvous import int_or_none, meeting_place
-
-MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
+from beamq.rendezvous import enter_group, int_or_none, meeting_place
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,16 +124,16 @@ class Ranks:
         return gathered
 
     def join(self) -> None:
-        """Enter the process group: gloo for what lies on the host, NCCL for what lies on GPUs."""
-        import torch
+        """Enter the process group. Raises `EnvironmentFault` where the ranks cannot meet."""
         import torch.distributed as dist
 
         if dist.is_initialized():
             return
-        backend = "gloo"
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=MEETING_TIMEOUT)
+        try:
+            enter_group(self.world)
+        except BaseException:
+            self.broken = True  # the failure must not be brought to a second meeting
+            raise
 
     def _abandon(self) -> None:
         """Leave without waiting for what is under way."""

@@ -1,0 +1,91 @@
+"""Ranks that wait for one that does not come: Ctrl-C, what they say, and when they give up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# argv: seconds until it is told, and until it is given up; then the command.
+RUN = """
+import sys
+from beamq import rendezvous
+from beamq.cli import app
+rendezvous.TOLD_SECONDS, rendezvous.PATIENCE_SECONDS = map(float, sys.argv[1:3])
+app(sys.argv[3:], prog_name="beamq")
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start(folder: Path, seconds: tuple[float, float], **environment: str) -> subprocess.Popen[str]:
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return subprocess.Popen(
+        [sys.executable, "-c", RUN, *map(str, seconds), "verify", "--quick", str(folder)],
+        env={**os.environ, **meeting, "TORCH_CPP_LOG_LEVEL": "ERROR", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background job has it ignored, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_waiting_is_told_and_ctrl_c_obeyed(nano_copy: Path, rank: str) -> None:
+    process = start(nano_copy, (0.3, 60), RANK=rank)
+    try:
+        assert process.stderr is not None
+        told = process.stderr.readline()
+        assert told.startswith("waiting for 2 processes at 127.0.0.1:")
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=20)
+        assert time.monotonic() - begun < 2
+        assert process.returncode == 130
+        assert (out, "Traceback" in errors) == ("", False)
+    finally:
+        process.kill()
+
+
+def test_a_rank_that_never_comes_is_given_up(nano_copy: Path) -> None:
+    process = start(nano_copy, (60, 1.2), RANK="0")
+    try:
+        out, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (4, "")
+    assert errors.startswith("error: waited 0 minutes for 2 processes at 127.0.0.1:")
+    assert errors.count("\n") == 1
+
+
+def test_a_host_that_is_not_known_is_told_at_once(nano_copy: Path) -> None:
+    process = start(nano_copy, (60, 60), RANK="0", MASTER_ADDR="nowhere.invalid")
+    try:
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 4
+    assert "MASTER_ADDR 'nowhere.invalid' is no host" in errors
+
+
+def test_a_port_that_is_taken_is_told_in_plain_words(nano_copy: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = start(nano_copy, (60, 60), RANK="0", MASTER_PORT=str(taken.getsockname()[1]))
+        try:
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 4
+    assert "another process has that port" in errors
+    assert errors.count("\n") == 1
