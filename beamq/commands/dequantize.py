@@ -41,7 +41,6 @@ def dequantize(
     def body(screen: Screen) -> None:
         from beamq.conversion.dequantize import dequantize as decode
         from beamq.conversion.runner import Progress
-        from beamq.ranks import current_ranks
         from beamq.sizes import parse_size
         from beamq.views.run import dequantize_blocks, dequantize_data
 
@@ -60,11 +59,12 @@ def dequantize(
                 resume=resume,
                 overwrite=overwrite,
                 on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output} ..."),
+                on_unchecked=lambda: screen.say(
+                    f"Note: {checkpoint} has no beamq.json with checksums, so nothing tells whether"
+                    " its bytes are those that were written."
+                ),
                 on_progress=on_progress,
             )
-        if current_ranks().first:
-            screen.show(
-                lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result)
-            )
+        screen.show(lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result))
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))

@@ -64,12 +64,13 @@ def dequantize(
     resume: bool = False,
     overwrite: bool = False,
     on_plan: Callable[[Work], None] = lambda work: None,
+    on_unchecked: Callable[[], None] = lambda: None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> DequantizeResult:
     """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
 
     `on_plan` is called before work. A local folder is first held against the checksums in its
-    `beamq.json`. Raises `CheckpointError` where they differ, `TensorError` when nothing is
+    `beamq.json`; `on_unchecked` is called where it has none. Raises `CheckpointError` where they differ, `TensorError` when nothing is
     quantized or scales are missing or mis-shaped, and the same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
@@ -86,7 +87,8 @@ def dequantize(
         if ranks.first:
             on_plan(work)
         if ranks.first and isinstance(source.source, LocalFiles):
-            check_recorded_bytes(source, workers or default_workers())
+            if not check_recorded_bytes(source, workers or default_workers()):
+                on_unchecked()
 
         def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
             return _finalise(work, source, output, records)

@@ -529,6 +529,18 @@ def test_dequantize_tells(run: Run, quantized: Path, tmp_path: Path) -> None:
     assert refused.json()["kind"] == "ResumeError"
 
 
+def test_dequantize_notes_bytes_that_nothing_tells_the_soundness_of(
+    run: Run, quantized: Path, tmp_path: Path
+) -> None:
+    note = "has no beamq.json with checksums"
+    assert note not in " ".join(run("dequantize", quantized, tmp_path / "checked").err.split())
+    (quantized / "beamq.json").unlink()
+    ran = run("dequantize", quantized, tmp_path / "unchecked")
+    assert ran.code == 0
+    assert " ".join(ran.err.split()).count(note) == 1
+    assert note not in ran.out
+
+
 def test_doctor_on_this_machine(run: Run) -> None:
     data = run("doctor", "--json").json()
     assert data["command"] == "doctor"
