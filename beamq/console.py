@@ -36,7 +36,7 @@ from rich.table import Table
 from rich.text import Text
 
 from beamq.errors import DiskError, printable
-from beamq.ranks import current_ranks
+from beamq.ranks import rank_here
 from beamq.sizes import show_bytes, show_seconds
 
 WIDTH = 80
@@ -69,11 +69,15 @@ Block = str | Grid
 
 
 class Screen:
-    """One command's output. `json` keeps text off stdout, `quiet` keeps messages off stderr."""
+    """One command's output. `json` keeps text off stdout, `quiet` keeps messages off stderr.
+
+    Of several ranks only the first one's is seen.
+    """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
         self._as_json = as_json
-        self._quiet = quiet
+        self._first = rank_here() == 0
+        self._quiet = quiet or not self._first
 
     def show(
         self, data: Callable[[], Mapping[str, Any]], blocks: Callable[[], Iterable[Block]]
@@ -82,6 +86,8 @@ class Screen:
 
         Only the one that is shown is made.
         """
+        if not self._first:
+            return
         if self._as_json:
             write_json(data())
         else:
@@ -99,7 +105,7 @@ class Screen:
 
         Yields what to call with bytes done and in all, or None where nobody wants to see it.
         """
-        if self._quiet or not current_ranks().first:
+        if self._quiet:
             yield None
             return
         if not sys.stderr.isatty():

@@ -136,11 +136,9 @@ def _merge(screen: Screen, places: list[str], output: Path | None) -> None:
 
 
 def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float) -> None:
-    from beamq.ranks import current_ranks
     from beamq.views.calibration import calibrate_blocks, calibrate_data
 
-    if current_ranks().first:
-        screen.show(
-            lambda: calibrate_data(stats, target, seconds),
-            lambda: calibrate_blocks(stats, target, seconds),
-        )
+    screen.show(
+        lambda: calibrate_data(stats, target, seconds),
+        lambda: calibrate_blocks(stats, target, seconds),
+    )

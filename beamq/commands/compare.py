@@ -70,7 +70,6 @@ def compare(
         from beamq.eval.compare import compare as run
         from beamq.eval.report import write_cards, write_report
         from beamq.eval.report_files import check_report_folder
-        from beamq.ranks import current_ranks
         from beamq.views.compare import compare_blocks, compare_data
 
         if report is not None:
@@ -100,11 +99,10 @@ def compare(
                 progress=advance,
                 on_result=write,
             )
-        if current_ranks().first:
-            screen.show(
-                lambda: compare_data(found, page),
-                lambda: compare_blocks(found, page, verbose=verbose),
-            )
+        screen.show(
+            lambda: compare_data(found, page),
+            lambda: compare_blocks(found, page, verbose=verbose),
+        )
         return 0 if found.safe else 1
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))

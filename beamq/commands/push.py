@@ -8,6 +8,7 @@ import typer
 
 from beamq.commands import outcome
 from beamq.commands.options import AsJson, Checkpoint, Debug, Quiet
+from beamq.errors import UsageError
 
 if TYPE_CHECKING:
     from beamq.console import Screen
@@ -39,8 +40,14 @@ def push(
 
     def body(screen: Screen) -> None:
         from beamq.hub.push import push as send
+        from beamq.ranks import current_ranks
         from beamq.views.push import push_blocks, push_data
 
+        started = current_ranks().world
+        if started > 1:
+            raise UsageError(
+                f"push runs in one process, and torchrun started {started}; leave torchrun out"
+            )
         result = send(
             checkpoint,
             repo,

@@ -97,7 +97,6 @@ def quantize(
         from beamq.conversion.quantize import quantize as convert
         from beamq.conversion.runner import Progress
         from beamq.plan import Plan
-        from beamq.ranks import current_ranks
         from beamq.sizes import parse_size, show_bytes
         from beamq.views.calibration import coverage_blocks, start_blocks
         from beamq.views.plan import needs_data, needs_text, plan_blocks
@@ -153,12 +152,11 @@ def quantize(
                 on_start=lambda prepared: screen.say(*start_blocks(prepared)),
                 on_progress=on_progress,
             )
-        if result.stats is not None and current_ranks().first:
+        if result.stats is not None:
             screen.say(*coverage_blocks(result.stats))
-        if current_ranks().first:
-            screen.show(
-                lambda: quantize_data(result, source, dry_run=dry_run),
-                lambda: quantize_blocks(result, source, dry_run=dry_run),
-            )
+        screen.show(
+            lambda: quantize_data(result, source, dry_run=dry_run),
+            lambda: quantize_blocks(result, source, dry_run=dry_run),
+        )
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))

@@ -40,7 +40,6 @@ def verify(
 
     def body(screen: Screen) -> int:
         from beamq.eval.verify import verify as check
-        from beamq.ranks import current_ranks
         from beamq.views.verify import verify_blocks, verify_data
 
         if quick and level is not Level.tensors:
@@ -53,8 +52,7 @@ def verify(
                 workers=workers,
                 progress=advance,
             )
-        if current_ranks().first:  # all have the same report
-            screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
+        screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
         return 0 if report.ok else 1
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))

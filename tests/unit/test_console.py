@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from beamq import console
 from beamq.cli import app
@@ -158,6 +159,30 @@ def test_a_log_shows_life(
     monkeypatch.setenv("MASTER_PORT", "29500")
     with Screen().progress("converting") as advance:
         assert advance is None
+
+
+def test_only_the_first_rank_shows_and_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, printed in (("0", ('{\n  "a": 1\n}\nshown\n', "said\n")), ("1", ("", ""))):
+        monkeypatch.setenv("RANK", rank)
+        Screen(as_json=True).show(lambda: {"a": 1}, list)
+        Screen().show(dict, lambda: ["shown"])
+        Screen().say("said")
+        assert capsys.readouterr() == printed
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_push_runs_in_one_process(
+    beam_nano: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", **meeting}.items():
+        monkeypatch.setenv(name, value)
+    ran = CliRunner().invoke(app, ["push", str(beam_nano / "nowhere"), "org/name", *more])
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("error: push runs in one process, and torchrun started 2")
 
 
 def test_a_log_that_is_full_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
