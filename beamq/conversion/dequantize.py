@@ -70,8 +70,9 @@ def dequantize(
     """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
 
     `on_plan` is called before work. A local folder is first held against the checksums in its
-    `beamq.json`; `on_unchecked` is called where it has none. Raises `CheckpointError` where they differ, `TensorError` when nothing is
-    quantized or scales are missing or mis-shaped, and the same `EnvironmentFault`s as `quantize`.
+    `beamq.json`; `on_unchecked` is called where it has none. Raises `CheckpointError` where they
+    differ, `TensorError` when nothing is quantized or scales are missing or mis-shaped, and the
+    same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
     output, ranks = user_path(output), current_ranks()
@@ -86,9 +87,12 @@ def dequantize(
         check_cache(work, budget)
         if ranks.first:
             on_plan(work)
-        if ranks.first and isinstance(source.source, LocalFiles):
-            if not check_recorded_bytes(source, workers or default_workers()):
-                on_unchecked()
+        if (
+            ranks.first
+            and isinstance(source.source, LocalFiles)
+            and not check_recorded_bytes(source, workers or default_workers())
+        ):
+            on_unchecked()
 
         def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
             return _finalise(work, source, output, records)
