@@ -41,7 +41,6 @@ def dequantize(
     def body(screen: Screen) -> None:
         from beamq.conversion.dequantize import dequantize as decode
         from beamq.conversion.runner import Progress
-        from beamq.ranks import current_ranks
         from beamq.sizes import parse_size
         from beamq.views.run import dequantize_blocks, dequantize_data
 
@@ -66,9 +65,6 @@ def dequantize(
                 ),
                 on_progress=on_progress,
             )
-        if current_ranks().first:
-            screen.show(
-                lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result)
-            )
+        screen.show(lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result))
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
