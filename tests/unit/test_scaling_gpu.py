@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from beamq.eval.verify import verify
 from benchmarks import scaling_gpu
+from benchmarks.convert_gpu import TINY
+from benchmarks.make_slice import make_slice
 
 
 def folder(parent: Path, name: str, content: bytes) -> Path:
@@ -30,12 +35,24 @@ def test_outputs_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_command_that_fails_is_told() -> None:
+    arguments = ["quantize", "/nowhere", "/tmp/out", "--json"]
     with pytest.raises(RuntimeError, match=r"exit 3(.|\n)*no such folder"):
-        scaling_gpu.follow(scaling_gpu.start(1, ["quantize", "/nowhere", "/tmp/out", "--json"]))
+        scaling_gpu.follow(scaling_gpu.start(1, "beamq", arguments))
+
+
+def test_a_conversion_is_timed_beside_its_floor(tmp_path: Path) -> None:
+    source, output = tmp_path / "source", tmp_path / "out"
+    make_slice(source, replace(TINY, experts=2))
+    options = argparse.Namespace(recipe="nvfp4", device="cpu")
+    found = scaling_gpu.convert(source, output, 1, options)
+    assert set(found) == {"convert_s", "first_convert_s", "floor_s"}
+    assert all(0 < seconds < 60 for seconds in found.values())
+    assert verify(output, source=source).ok
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["moments.0", "out", "source"]
 
 
 def test_efficiency_is_against_one_process() -> None:
-    keys = ("layer_s", "sparse_s", "convert_s")
+    keys = ("layer_s", "sparse_s", "convert_s", "floor_s")
     one, two = dict.fromkeys(keys, 8.0), dict.fromkeys(keys, 5.0)
     text = scaling_gpu.table([one | {"ranks": 1.0}, two | {"ranks": 2.0}], 40_000_000_000)
-    assert text.splitlines()[-1] == "| 2 | 5.00 (0.80) | 5.00 (0.80) | 5.00 (0.80) | 8.0 |"
+    assert text.splitlines()[-1] == "| 2 |" + 4 * " 5.00 (0.80) |" + " 8.0 |"
