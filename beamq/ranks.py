@@ -7,13 +7,21 @@ one process nothing is imported.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from beamq.errors import BeamqError, EnvironmentFault, UsageError
+from beamq.errors import BeamqError, EnvironmentFault, Interrupted, UsageError
 from beamq.rendezvous import enter_group, int_or_none, meeting_place
+
+LOST = (
+    "another process of this run was lost; start all again (quantize, calibrate and dequantize go"
+    " on with --resume)"
+)
+# What gloo, NCCL and torch's store call it when a peer has gone. gloo has no class of its own.
+_BETWEEN_RANKS = re.compile("gloo|nccl|c10d|connection|socket|timed out|process group", re.I)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,12 +41,16 @@ class Ranks:
         """Wait for all ranks; raise if this or any other rank brings an error."""
         if self.world > 1 and not self.broken:
             try:
-                reports = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-            except EnvironmentFault as lost:
-                raise error or lost from None
+                reports = self.gather(None if error is None else _words(error))
+            except EnvironmentFault:
+                if error is None:
+                    raise
+                raise error from None
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
             if error is None and failed:
-                raise EnvironmentFault(f"another rank failed ({failed[0][:300]})")
+                raise _told(EnvironmentFault(f"another rank failed ({failed[0][:300]})"))
+            if error is not None and _alike(reports[0], error):
+                _told(error)
         if error is not None:
             raise error
 
@@ -66,10 +78,8 @@ class Ranks:
                 raise
             self._abandon()
             self.broken = True
-            if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
-                raise EnvironmentFault(
-                    f"another rank failed, or was lost: {' '.join(str(error).split())[:200]}"
-                ) from error
+            if isinstance(error, RuntimeError) and _BETWEEN_RANKS.search(str(error)):
+                raise EnvironmentFault(LOST) from error
             raise
 
     @contextmanager
@@ -91,16 +101,19 @@ class Ranks:
         if self.world == 1 or self.broken:
             return
         own = error is None or isinstance(error, BeamqError)
-        told = f"another rank failed (rank {self.rank}: {type(error).__name__}: {error}"
+        words = "" if error is None else f"another rank failed (rank {self.rank}: {_words(error)}"
         try:
-            found = self.gather(error if own else EnvironmentFault(f"{told[:300]})"))
+            found = self.gather(error if own else EnvironmentFault(f"{words[:300]})"))
         except EnvironmentFault:
             if error is None:
                 raise
             return
         failed = [rank for rank, each in enumerate(found) if each is not None]
-        if failed and own and failed[0] != self.rank:
-            raise found[failed[0]] from None
+        if not (failed and own):
+            return
+        if failed[0] != self.rank:
+            raise _told(found[failed[0]]) from None
+        _told(error)
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item, in order of rank, at every rank. Items are pickled between ranks.
@@ -117,10 +130,7 @@ class Ranks:
             dist.all_gather_object(gathered, item)
         except RuntimeError as fault:
             self.broken = True
-            raise EnvironmentFault(
-                f"another rank was lost ({' '.join(str(fault).split())[:160]}); start all ranks"
-                " again, with --resume if the command knows it"
-            ) from fault
+            raise EnvironmentFault(LOST) from fault
         return gathered
 
     def join(self) -> None:
@@ -154,6 +164,27 @@ class Ranks:
 
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _words(error: BaseException) -> str:
+    """What another rank tells of it. The class says something of defects alone."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return str(error) if isinstance(error, BeamqError) else f"{type(error).__name__}: {error}"
+
+
+def _alike(first: str | None, error: BaseException) -> bool:
+    """Whether the first rank failed as this one did. Signals reach all, at moments of their own."""
+    if isinstance(error, Interrupted):
+        return first is not None and first.startswith("interrupted")
+    return first == _words(error)
+
+
+def _told(error: Any) -> Any:
+    """`error`, marked as one that the first rank tells of as well."""
+    if isinstance(error, BeamqError):
+        error.told_by_first = True
+    return error
 
 
 def current_ranks() -> Ranks:

@@ -5,13 +5,15 @@
 
 The only place that catches `BeamqError`s. An error is a line or two on stderr, `error: ...`; with
 `--json` also one object on stdout, {"error", "kind" (the class in beamq.errors), "exit_code"}; a
-traceback only with `--debug`.
+traceback only with `--debug`. Of several ranks the first one speaks; others only of what it cannot
+know, as `rank 1: error: ...`.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 import textwrap
 import traceback
@@ -24,8 +26,10 @@ from beamq.errors import (
     Interrupted,
     MemoryBudgetError,
     MissingDependencyError,
+    UsageError,
     printable,
 )
+from beamq.ranks import rank_here
 
 if TYPE_CHECKING:
     from beamq.console import Screen
@@ -49,7 +53,9 @@ def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool =
 def _named(raised: BaseException) -> BaseException:
     """The error of ours that says what others raised mean."""
     if isinstance(raised, KeyboardInterrupt):
-        return Interrupted("interrupted")
+        stopped = Interrupted("interrupted")
+        stopped.told_by_first = "LOCAL_RANK" in os.environ  # torchrun's Ctrl-C reaches all
+        return stopped
     if (
         isinstance(raised, MemoryError)
         or (isinstance(raised, OSError) and raised.errno == errno.ENOMEM)
@@ -79,11 +85,19 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
         kind, code = "InternalError", 1
         remedy = "please report it" if debug else "run with --debug and report it"
         text = f"internal error: {type(error).__name__}: {printable(str(error))}; {remedy}"
-    _write(sys.stderr, _lines(f"error: {text}"))
-    if as_json:
+    rank = rank_here()
+    if rank and _told_by_first(error):
+        return code
+    _write(sys.stderr, _lines(f"rank {rank}: error: {text}" if rank else f"error: {text}"))
+    if as_json and not rank:
         found = {"error": text, "kind": kind, "exit_code": code}
         _write(sys.stdout, json.dumps(found, indent=2) + "\n")
     return code
+
+
+def _told_by_first(error: BaseException) -> bool:
+    """All ranks have the same command line; of the rest `Ranks` knows."""
+    return isinstance(error, UsageError) or (isinstance(error, BeamqError) and error.told_by_first)
 
 
 def _lines(text: str) -> str:

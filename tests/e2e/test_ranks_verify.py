@@ -245,9 +245,11 @@ def test_the_first_rank_prints(two: list[dict[str, Any]], folders: dict[str, Pat
 
 
 def test_a_folder_that_one_rank_lacks(two: list[dict[str, Any]]) -> None:
-    for rank in two:
-        assert rank["command, lost"]["code"] == 3
-        assert "nowhere: no such folder" in rank["command, lost"]["errors"]
+    first, second = (rank["command, lost"] for rank in two)
+    assert (first["code"], second["code"]) == (3, 3)
+    assert "nowhere: no such folder" in first["errors"]
+    assert json.loads(first["out"])["exit_code"] == 3
+    assert (second["out"], second["errors"]) == ("", "")
 
 
 OTHER = r"another rank failed \(rank 0: TypeError"
@@ -263,7 +265,7 @@ UNLIKE = "the ranks do not see the same files"
         ("others", f"EnvironmentFault: {UNLIKE}", f"EnvironmentFault: {UNLIKE}"),
         ("less", f"EnvironmentFault: {UNLIKE}", f"EnvironmentFault: {UNLIKE}"),
         ("quick, less", f"EnvironmentFault: {UNLIKE}", f"EnvironmentFault: {UNLIKE}"),
-        ("killed", "EnvironmentFault: another rank was lost", None),
+        ("killed", "EnvironmentFault: another process of this run was lost", None),
     ],
 )
 def test_a_rank_that_fails_leaves_nobody_waiting(

@@ -20,7 +20,7 @@ import beamq
 from beamq.cli import app
 from beamq.commands import outcome
 from beamq.console import Screen
-from beamq.errors import UsageError
+from beamq.errors import DiskError, UsageError
 from beamq.plan import make_plan
 from beamq.recipe import BUILT_IN, load_recipe
 from beamq.roles import Role
@@ -370,6 +370,38 @@ def test_whatever_is_raised_is_told(
     assert json.loads(captured.out)["exit_code"] == code
     assert outcome.run(body, debug=True) == code
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("raised", "says"),
+    [
+        (UsageError("give one"), ""),
+        (DiskError("disk full"), "rank 1: error: disk full\n"),
+        (ZeroDivisionError(), "rank 1: error: internal error"),
+        (KeyboardInterrupt(), ""),
+    ],
+)
+def test_other_ranks_tell_what_is_theirs_and_no_json(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    raised: BaseException,
+    says: str,
+) -> None:
+    def body(screen: Screen) -> None:
+        raise raised
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        code = outcome.run(body, as_json=True)
+        told[rank] = capsys.readouterr()
+        assert json.loads(told["0"].out)["exit_code"] == code
+    assert told["0"].err.startswith("error: ")
+    assert told["1"].out == ""
+    assert told["1"].err.startswith(says)
+    assert bool(told["1"].err) is bool(says)
 
 
 # What the commands say

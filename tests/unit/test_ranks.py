@@ -11,8 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from beamq.errors import DiskError, EnvironmentFault, TensorError, UsageError
-from beamq.ranks import Ranks, cores_here, current_ranks, rank_here, stretch
+from beamq.errors import (
+    BeamqError,
+    DiskError,
+    EnvironmentFault,
+    Interrupted,
+    TensorError,
+    UsageError,
+)
+from beamq.ranks import LOST, Ranks, cores_here, current_ranks, rank_here, stretch
 
 
 def stretches(sizes: list[int], world: int) -> list[range]:
@@ -108,7 +115,7 @@ def test_ranks_as_torchrun_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
 class Meeting(Ranks):
     """A rank that meets others, who bring `others`, in order of rank."""
 
-    def __init__(self, rank: int, others: list[BaseException | None]) -> None:
+    def __init__(self, rank: int, others: list[Any]) -> None:
         super().__init__(rank=rank, world=len(others) + 1)
         self._others = others
         self.brought: list[Any] = []
@@ -144,6 +151,66 @@ def test_a_defect_of_one_rank_is_a_fault_to_the_others_and_itself_there() -> Non
     (told,) = ranks.brought
     assert type(told) is EnvironmentFault
     assert str(told) == "another rank failed (rank 1: ZeroDivisionError: by zero)"
+
+
+def meet_with(ranks: Ranks, error: BaseException | None) -> BaseException:
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
+        ranks.meet(error)
+    return raised.value
+
+
+def told(error: BaseException) -> bool:
+    return isinstance(error, BeamqError) and error.told_by_first
+
+
+def test_words_about_another_rank() -> None:
+    """Those of beamq's own errors as they are; a defect with its class."""
+    for other, says in (
+        ("disk full: free space", "another rank failed (rank 1: disk full: free space)"),
+        ("KeyError: 'x'", "another rank failed (rank 1: KeyError: 'x')"),
+    ):
+        assert str(meet_with(Meeting(0, [other]), None)) == says
+    for error, brought in (
+        (DiskError("disk full"), "disk full"),
+        (KeyError("x"), "KeyError: 'x'"),
+        (KeyboardInterrupt(), "interrupted"),
+    ):
+        ranks = Meeting(1, [None])
+        assert meet_with(ranks, error) is error
+        assert ranks.brought == [brought]
+
+
+def test_what_the_first_rank_tells_as_well_is_marked() -> None:
+    full, stopped = DiskError("disk full"), Interrupted("interrupted; 1 shard is finished")
+    assert told(meet_with(Meeting(1, ["disk full"]), None))
+    assert told(meet_with(Meeting(2, [None, "disk full"]), None))
+    assert not told(meet_with(Meeting(1, [None]), full))
+    assert not told(meet_with(Meeting(1, ["disk full as well"]), full))
+    assert not told(meet_with(Meeting(1, ["disk full"]), stopped))
+    assert told(meet_with(Meeting(1, ["interrupted; 2 shards are finished"]), stopped))
+    assert told(meet_with(Meeting(1, ["disk full"]), full))
+    for rank, others, own in ((1, [None], full), (1, [TensorError("bad")], None)):
+        with pytest.raises(BeamqError) as raised:
+            fail_with(Meeting(rank, list(others)), own)
+        assert told(raised.value)
+
+
+class Lost(Ranks):
+    """A rank whose first rank is gone."""
+
+    def gather(self, item: Any) -> list[Any]:
+        raise EnvironmentFault(LOST) from RuntimeError("[pair.cc:5]")
+
+
+def test_nothing_is_left_to_a_first_rank_that_is_gone() -> None:
+    lost = meet_with(Lost(rank=1, world=2), None)
+    assert (str(lost), str(lost.__cause__)) == (LOST, "[pair.cc:5]")
+    full = DiskError("disk full")
+    assert meet_with(Lost(rank=1, world=2), full) is full
+    with pytest.raises(DiskError):
+        fail_with(Lost(rank=1, world=2), full)
+    assert not told(full)
+    assert not told(lost)
 
 
 def test_one_process_agrees_with_itself_and_a_broken_run_asks_nobody() -> None:
@@ -188,5 +255,10 @@ def test_a_failure_leaves_the_group_without_waiting_for_gpus(
         raise ZeroDivisionError
     assert group.calls == ["abort", "destroy"][not gpu :]
     assert ranks.broken
-    with pytest.raises(EnvironmentFault, match="another rank failed"), ranks.talking():
-        raise RuntimeError("Connection closed by peer")
+    gloo = RuntimeError("[/src/gloo/tcp/pair.cc:5] Connection closed by peer [::1]:1. This is typ")
+    with pytest.raises(EnvironmentFault) as lost, ranks.talking():
+        raise gloo
+    assert (str(lost.value), lost.value.__cause__) == (LOST, gloo)
+    for own in (RuntimeError("CUDA out of memory"), RuntimeError("shapes differ")):
+        with pytest.raises(RuntimeError, match=str(own)), ranks.talking():
+            raise own
