@@ -13,7 +13,7 @@ Under torchrun `auto` and `cuda` are one GPU for each rank of a machine.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from beamq.checkpoint import Checkpoint
@@ -99,10 +99,18 @@ def open_engines(
     return GpuEngines(checkpoint, work, torch.device(choice.device), memory, workers)
 
 
-def engine_sentence(choice: EngineChoice, engines: Engines, workers: int) -> str:
-    """What converts, for the screen: where, with how many threads, in how much memory."""
+def engine_sentence(
+    choice: EngineChoice, engines: Engines, workers: int, *, processes: int = 1
+) -> str:
+    """What converts, for the screen: where, with how many threads, in how much memory.
+
+    The figures are those of each process.
+    """
     threads = engines.workers(workers)
     text = f"On {choice.text(threads)}"
+    if processes > 1:
+        each = choice if choice.device == "cpu" else replace(choice, device="a GPU")
+        text = f"In {processes} processes, each on {each.text(threads)}"
     if choice.device != "cpu":
         from beamq.conversion.gpu_chunks import SLOT_BYTES
 

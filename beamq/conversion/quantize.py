@@ -161,7 +161,7 @@ def quantize(
         else:
             engine = choice.text(engines.workers(threads))
             if ranks.first:
-                on_engine(engine_sentence(choice, engines, threads))
+                on_engine(engine_sentence(choice, engines, threads, processes=ranks.world))
             if scales is None:
                 from beamq.calib.options import CalibrationOptions
                 from beamq.conversion.one_pass import OnePass

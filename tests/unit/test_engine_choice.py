@@ -153,3 +153,14 @@ class TestGpuEngines:
             "On cuda:0 (H200), 2 threads: at most 100.66 MB of page-locked memory and 2.15 GB of"
             " the GPU's."
         )
+        text = engine_sentence(choice, engines, 16, processes=4)
+        assert text.startswith("In 4 processes, each on a GPU (H200), 2 threads: at most 100.66 MB")
+
+
+@pytest.mark.parametrize(
+    ("processes", "text"), [(1, "On 1 thread."), (2, "In 2 processes, each on 1 thread.")]
+)
+def test_the_sentence_tells_of_several_processes(processes: int, text: str) -> None:
+    choice = engine_choice.EngineChoice(device="cpu")
+    engines = open_engines(choice, None, None, memory=1, workers=1)  # type: ignore[arg-type]
+    assert engine_sentence(choice, engines, 1, processes=processes) == text
