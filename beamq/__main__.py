@@ -13,7 +13,8 @@ def main() -> None:
 
         command()
     except KeyboardInterrupt:
-        sys.stderr.write("error: interrupted\n")
+        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the first one speaks
+            sys.stderr.write("error: interrupted\n")
         sys.exit(130)
 
 

@@ -53,9 +53,7 @@ def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool =
 def _named(raised: BaseException) -> BaseException:
     """The error of ours that says what others raised mean."""
     if isinstance(raised, KeyboardInterrupt):
-        stopped = Interrupted("interrupted")
-        stopped.told_by_first = "LOCAL_RANK" in os.environ  # torchrun's Ctrl-C reaches all
-        return stopped
+        return Interrupted("interrupted")
     if (
         isinstance(raised, MemoryError)
         or (isinstance(raised, OSError) and raised.errno == errno.ENOMEM)
@@ -96,7 +94,10 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
 
 
 def _told_by_first(error: BaseException) -> bool:
-    """All ranks have the same command line; of the rest `Ranks` knows."""
+    """All ranks have the same command line and, of torchrun, the same signals; of the rest `Ranks`
+    knows."""
+    if isinstance(error, Interrupted) and "LOCAL_RANK" in os.environ:
+        return True
     return isinstance(error, UsageError) or (isinstance(error, BeamqError) and error.told_by_first)
 
 

@@ -20,7 +20,7 @@ import beamq
 from beamq.cli import app
 from beamq.commands import outcome
 from beamq.console import Screen
-from beamq.errors import DiskError, UsageError
+from beamq.errors import DiskError, Interrupted, UsageError
 from beamq.plan import make_plan
 from beamq.recipe import BUILT_IN, load_recipe
 from beamq.roles import Role
@@ -379,6 +379,7 @@ def test_whatever_is_raised_is_told(
         (DiskError("disk full"), "rank 1: error: disk full\n"),
         (ZeroDivisionError(), "rank 1: error: internal error"),
         (KeyboardInterrupt(), ""),
+        (Interrupted("interrupted; 1 layer of 2"), ""),
     ],
 )
 def test_other_ranks_tell_what_is_theirs_and_no_json(
