@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,8 +86,12 @@ def calibrate(
         refuse_busy(state_folder(target))
     try:
         place, budget = state_folder(target) / f"source-{ranks.rank}", cache_bytes // ranks.world
-        with open_checkpoint(source, cache_bytes=budget, cache_folder=place) as checkpoint:
-            map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
+        with ExitStack() as stack:
+            with ranks.agreeing():
+                checkpoint = stack.enter_context(
+                    open_checkpoint(source, cache_bytes=budget, cache_folder=place)
+                )
+                map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
             prepared = Prepared(checkpoint, options, ranks)
             if ranks.first:
                 on_start(prepared)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,12 @@ def dequantize(
         if ranks.first:
             output_folder.check(output, resume=resume, overwrite=overwrite)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
-    with open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place) as source:
-        work = make_decode_work(source, max_shard_bytes)
+    with ExitStack() as stack:
+        with ranks.agreeing():
+            source = stack.enter_context(
+                open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place)
+            )
+            work = make_decode_work(source, max_shard_bytes)
         check_cache(work, budget)
         if ranks.first:
             on_plan(work)

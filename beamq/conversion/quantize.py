@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,8 +127,12 @@ def quantize(
         if ranks.first:
             output_folder.check(output, resume=resume, overwrite=overwrite)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
-    with open_checkpoint(source, cache_bytes=budget, cache_folder=place) as checkpoint:
-        plan = make_plan(checkpoint, chosen, max_shard_bytes=max_shard_bytes)
+    with ExitStack() as stack:
+        with ranks.agreeing():
+            checkpoint = stack.enter_context(
+                open_checkpoint(source, cache_bytes=budget, cache_folder=place)
+            )
+            plan = make_plan(checkpoint, chosen, max_shard_bytes=max_shard_bytes)
         check_options(
             plan,
             calibration=calibration,

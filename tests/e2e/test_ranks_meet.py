@@ -89,3 +89,26 @@ def test_a_port_that_is_taken_is_told_in_plain_words(nano_copy: Path) -> None:
     assert process.returncode == 4
     assert "another process has that port" in errors
     assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["quantize", "dequantize", "calibrate"])
+def test_a_source_that_is_not_there_is_told_once(tmp_path: Path, command: str) -> None:
+    meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "beamq", command, tmp_path / "nowhere", tmp_path / "out"],
+            env={**os.environ, **meeting, "LOCAL_RANK": rank, "RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [3, 3]
+    assert said[0].startswith(f"error: {tmp_path / 'nowhere'}: no such folder")
+    assert said[0].count("\n") == 1
+    assert said[1] == ""
