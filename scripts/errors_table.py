@@ -23,6 +23,8 @@ A command that fails says so in one line on stderr, `error: ...`: what is wrong,
 tensor), what was expected, what to do; on a terminal it is broken into lines. With `--json` the
 same is an object on stdout, `{"error", "kind", "exit_code"}`, and `kind` is a class below; this
 goes for options that cannot be read, too. A traceback is shown with `--debug` only.
+Of torchrun's processes the first one tells an error, the others only what it cannot know:
+`rank 1: error: ...`.
 
 | exit code | meaning |
 |---|---|
