@@ -2,8 +2,8 @@
 
 CPython lets a thread that wants the interpreter wait 5 ms before it takes it from another. A GPU's
 kernels last less than that, so a thread that launches them loses whole layers to a dozen readers:
-measured on H200s, a sparse layer took 0.83 s with 5 ms and 0.69 s with half a millisecond, and a
-conversion 6.1 and 5.0 s (docs/results.md).
+on two H200s and 32 cores a sparse layer took 0.82 s with 5 ms and 0.69 s with half a millisecond, a
+conversion 6.1 and 5.0 s (docs/results.md, Many GPUs and Conversion).
 """
 
 from __future__ import annotations
