@@ -79,11 +79,12 @@ def dequantize(
     output, ranks = user_path(output), current_ranks()
     output_folder.check_places(checkpoint, output)
     refuse_unfinished(user_path(checkpoint))
-    with ranks.meeting():
-        if ranks.first:
-            output_folder.check(output, resume=resume, overwrite=overwrite)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
     with ExitStack() as stack:
+        stack.callback(ranks.leave)  # torch aborts a process that ends as a member
+        with ranks.meeting():
+            if ranks.first:
+                output_folder.check(output, resume=resume, overwrite=overwrite)
         with ranks.agreeing():
             source = stack.enter_context(
                 open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place)

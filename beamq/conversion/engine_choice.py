@@ -13,7 +13,7 @@ Under torchrun `auto` and `cuda` are one GPU for each rank of a machine.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from beamq.checkpoint import Checkpoint
@@ -42,10 +42,12 @@ class EngineChoice:
     name: str = ""
     note: str = ""
 
-    def text(self, workers: int) -> str:
-        """For a table or a sentence."""
+    def text(self, workers: int, processes: int = 1) -> str:
+        """For a table or a sentence; `workers` and the GPU are those of each process."""
         threads = f"{workers} thread{'' if workers == 1 else 's'}"
-        return threads if self.device == "cpu" else f"{self.device} ({self.name}), {threads}"
+        place = self.device if processes == 1 else "a GPU"
+        each = threads if self.device == "cpu" else f"{place} ({self.name}), {threads}"
+        return each if processes == 1 else f"{processes} processes, each on {each}"
 
 
 def choose_engine(
@@ -107,10 +109,7 @@ def engine_sentence(
     The figures are those of each process.
     """
     threads = engines.workers(workers)
-    text = f"On {choice.text(threads)}"
-    if processes > 1:
-        each = choice if choice.device == "cpu" else replace(choice, device="a GPU")
-        text = f"In {processes} processes, each on {each.text(threads)}"
+    text = f"{'On' if processes == 1 else 'In'} {choice.text(threads, processes)}"
     if choice.device != "cpu":
         from beamq.conversion.gpu_chunks import SLOT_BYTES
 

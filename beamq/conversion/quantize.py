@@ -123,11 +123,12 @@ def quantize(
         max_device_memory=max_device_memory,
     )
     output_folder.check_places(source, output)
-    with ranks.meeting():
-        if ranks.first:
-            output_folder.check(output, resume=resume, overwrite=overwrite)
     place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
     with ExitStack() as stack:
+        stack.callback(ranks.leave)  # torch aborts a process that ends as a member
+        with ranks.meeting():
+            if ranks.first:
+                output_folder.check(output, resume=resume, overwrite=overwrite)
         with ranks.agreeing():
             checkpoint = stack.enter_context(
                 open_checkpoint(source, cache_bytes=budget, cache_folder=place)
@@ -164,7 +165,7 @@ def quantize(
             finished = output_folder.finished_nbytes(output, plan) if resume else 0
             output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
         else:
-            engine = choice.text(engines.workers(threads))
+            engine = choice.text(engines.workers(threads), ranks.world)
             if ranks.first:
                 on_engine(engine_sentence(choice, engines, threads, processes=ranks.world))
             if scales is None:
