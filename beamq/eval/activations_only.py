@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
 from beamq.model.activation import swiglu
 from beamq.model.beam import DenseMlp, LayerWeights, SparseMlp
@@ -25,6 +24,7 @@ from beamq.model.linear import (
     quantize_input,
 )
 from beamq.model.moe import ExpertSlice
+from beamq.model.product import product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class ActivationsOnlyGemm:
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """See `Gemm.linear`."""
         if isinstance(weight, ServedWeight):
-            return F.linear(_served(x_TK, weight), weight.w_NK)
+            return product(_served(x_TK, weight), weight.w_NK)
         return _EXACT.linear(x_TK, weight)
 
     def grouped(

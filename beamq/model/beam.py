@@ -34,6 +34,7 @@ from beamq.model.attention import AttentionWeights, PositionTable, SequenceLayou
 from beamq.model.linear import Gemm, LinearWeight
 from beamq.model.moe import ExpertSlice, RouterWeights, moe
 from beamq.model.observe import Observer
+from beamq.model.product import product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +179,6 @@ def head_logits(h_TK: torch.Tensor, head: Head, config: BeamConfig) -> torch.Ten
     out = torch.empty(x_TK.shape[0], vocab, dtype=torch.float32, device=x_TK.device)
     step = max(1, CHUNK_ELEMENTS // vocab)
     for start in range(0, x_TK.shape[0], step):
-        raw = F.linear(x_TK[start : start + step], head.output_VK)
+        raw = product(x_TK[start : start + step], head.output_VK)
         out[start : start + step] = raw.float().div_(cap).tanh_().mul_(cap)
     return out

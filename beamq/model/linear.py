@@ -42,6 +42,7 @@ from beamq.formats.numerics import (
     to_e4m3,
 )
 from beamq.model.activation import swiglu
+from beamq.model.product import product, widens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,9 +154,9 @@ class ReferenceGemm:
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """See `Gemm.linear`."""
         if isinstance(weight, DenseWeight):
-            return F.linear(x_TK, weight.w_NK)
+            return product(x_TK, weight.w_NK)
         if not self.quantize_activations:
-            return F.linear(x_TK, decode(weight, x_TK.dtype))
+            return product(x_TK, decode(weight, x_TK.dtype))
         return _multiply(quantize_input(x_TK, weight), weight, x_TK.dtype)
 
     def grouped(
@@ -313,6 +314,7 @@ def _grouped_mm_serves(x_TK: torch.Tensor, w_ENK: torch.Tensor, offsets: Sequenc
     """BF16, any rows at all, and rows of whole 16 bytes on both sides, as torch demands."""
     return (
         offsets[-1] > 0
+        and not widens(x_TK)
         and x_TK.dtype == w_ENK.dtype == torch.bfloat16
         and w_ENK.shape[1] % 8 == 0
         and w_ENK.shape[2] % 8 == 0

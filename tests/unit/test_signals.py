@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from beamq import signals
 from beamq.signals import SAME_WISH_SECONDS, stop_on_signals
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """SIGINT as in a foreground process; a shell has those in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_second_signal_acts_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,83 @@
+"""Products widened to FP32 against torch's BF16 ones: equal where sums are exact, else as close."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from beamq.model import product as products
+from beamq.model.linear import DenseWeight, gemm_backend
+from beamq.model.product import MIN_ROWS, cpu_lacks_bf16, product
+
+
+@pytest.fixture
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "cpu_lacks_bf16", lambda: True)
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    """BF16 operands whose products and sums are exact in FP32, but not in BF16."""
+    return torch.randint(-9, 10, shape).bfloat16()
+
+
+@pytest.mark.parametrize("rows", [MIN_ROWS - 1, MIN_ROWS, 3 * MIN_ROWS])
+@pytest.mark.parametrize("block", [1, 64 * 5, 1 << 24])
+def test_the_twin_where_sums_are_exact(
+    lacking: None, monkeypatch: pytest.MonkeyPatch, rows: int, block: int
+) -> None:
+    monkeypatch.setattr(products, "BLOCK_VALUES", block)
+    x, w = whole_numbers(rows, 64), whole_numbers(17, 64)
+    got = product(x, w)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, F.linear(x, w))
+    assert not torch.equal(got.float(), x.float() @ w.float().t()), "rounded"
+
+
+def test_one_rounding_of_the_exact_sum(lacking: None) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 320).bfloat16(), torch.randn(40, 320).bfloat16()
+    exact = x.double() @ w.double().t()
+    error = (product(x, w).double() - exact).abs()
+    assert (error <= exact.abs() * 2.0**-8 + 1e-4).all()
+    assert error.max() > 0
+
+
+def test_experts_are_multiplied_one_by_one(lacking: None) -> None:
+    x, w = whole_numbers(2 * MIN_ROWS, 64), whole_numbers(3, 24, 64)
+    offsets = [0, MIN_ROWS + 5, MIN_ROWS + 5, 2 * MIN_ROWS]
+    got = gemm_backend("reference").grouped(x, None, DenseWeight(w_NK=w), offsets)
+    wanted = [F.linear(x[low:high], w[e]) for e, (low, high) in enumerate(pairwise(offsets))]
+    assert torch.equal(got, torch.cat(wanted))
+
+
+def test_only_bf16_on_a_cpu_that_lacks_it(lacking: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products.widens(torch.zeros(1, dtype=torch.bfloat16))
+    assert not products.widens(torch.zeros(1))
+    assert not products.widens(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    monkeypatch.setattr(products, "cpu_lacks_bf16", lambda: False)
+    assert not products.widens(torch.zeros(1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("machine", "capability", "lacks"),
+    [
+        ("x86_64", "AVX512", False),
+        ("x86_64", "AVX2", True),
+        ("x86_64", "DEFAULT", True),
+        ("aarch64", "DEFAULT", False),
+        ("aarch64", "SVE256", False),
+    ],
+)
+def test_which_cpus_lack_it(
+    monkeypatch: pytest.MonkeyPatch, machine: str, capability: str, lacks: bool
+) -> None:
+    monkeypatch.setattr(products.platform, "machine", lambda: machine)
+    monkeypatch.setattr(products.torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    cpu_lacks_bf16.cache_clear()
+    try:
+        assert cpu_lacks_bf16() is lacks
+    finally:
+        cpu_lacks_bf16.cache_clear()
