@@ -62,9 +62,8 @@ def _slow(expression: str) -> str | None:
         if character == "\\":
             position, before = position + 2, "x"
             continue
-        if character == "[":  # a `]` that comes first, or behind `^`, is one of the set
-            begin = position + (2 if expression[position + 1] == "^" else 1)
-            position, before = expression.index("]", begin + 1) + 1, "x"
+        if character == "[":
+            position, before = _behind_set(expression, position), "x"
             continue
         if character in "*+?{" and before not in ("*", "("):
             if before == ")" and character != "?":
@@ -74,3 +73,12 @@ def _slow(expression: str) -> str | None:
         before = character
         position += 1
     return f"more than {MAX_REPEATS} repeats" if repeats > MAX_REPEATS else None
+
+
+def _behind_set(expression: str, position: int) -> int:
+    """Where the set that begins at `position` is over. A `]` that comes first is one of it."""
+    position += 2 if expression[position + 1] == "^" else 1
+    begin = position
+    while expression[position] != "]" or position == begin:
+        position += 2 if expression[position] == "\\" else 1
+    return position + 1

@@ -1,9 +1,11 @@
 """y = x w^T of unquantized operands, not by torch's BF16 product where a CPU has none to speak of.
 
-x86 before AVX-512 multiplies BF16 in torch 6 to 14 times slower than FP32 from a few dozen rows
-on. There the operands are widened to FP32, which loses nothing, and sums are rounded once: what a
-BF16 product is, up to the order of its FP32 sums. With few rows, widening the weight would cost
-more than it saves.
+x86 before AVX-512 multiplies BF16 in torch 6 to 14 times slower than FP32. There the operands are
+widened to FP32, which loses nothing, and sums are rounded once: what a BF16 product is, up to the
+order of its FP32 sums. Only few rows by a large weight are left to torch: widening it costs more.
+
+FP32 products of very few rows are summed in another order than those of many, so there are never
+fewer than `MIN_ROWS`: what a token gives does not hang on how many others are beside it.
 """
 
 from __future__ import annotations
@@ -14,24 +16,27 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-MIN_ROWS = 32
+MIN_ROWS = 8
+MANY_ROWS = 32
+LARGE_WEIGHT = 1 << 22  # values
 BLOCK_VALUES = 1 << 24  # of a weight widened at a time: 64 MiB
 
 
 def product(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     """y [T, N] in the dtype that both have."""
-    if not widens(x_TK) or x_TK.shape[0] < MIN_ROWS:
+    rows = x_TK.shape[0]
+    if not widens(x_TK) or (rows < MANY_ROWS and w_NK.numel() > LARGE_WEIGHT):
         return F.linear(x_TK, w_NK)
-    x32_TK = x_TK.float()
-    y_TN = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
+    x32_TK = F.pad(x_TK.float(), (0, 0, 0, max(0, MIN_ROWS - rows)))
+    y_TN = x_TK.new_empty(rows, w_NK.shape[0])
     step = max(1, BLOCK_VALUES // w_NK.shape[1])
     for n in range(0, w_NK.shape[0], step):
-        y_TN[:, n : n + step] = x32_TK @ w_NK[n : n + step].float().t()
+        y_TN[:, n : n + step] = (x32_TK @ w_NK[n : n + step].float().t())[:rows]
     return y_TN
 
 
 def widens(x: torch.Tensor) -> bool:
-    """Whether products of many rows of `x` are taken in FP32: BF16 on a CPU that lacks it."""
+    """Whether products of `x` are taken in FP32: BF16 on a CPU that lacks it."""
     return x.dtype == torch.bfloat16 and x.device.type == "cpu" and cpu_lacks_bf16()
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from beamq.model import product as products
 from beamq.model.linear import DenseWeight, gemm_backend
-from beamq.model.product import MIN_ROWS, cpu_lacks_bf16, product
+from beamq.model.product import MANY_ROWS, MIN_ROWS, cpu_lacks_bf16, product
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-9, 10, shape).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [MIN_ROWS - 1, MIN_ROWS, 3 * MIN_ROWS])
+@pytest.mark.parametrize("rows", [0, 1, MIN_ROWS - 1, MIN_ROWS, 3 * MIN_ROWS])
 @pytest.mark.parametrize("block", [1, 64 * 5, 1 << 24])
 def test_the_twin_where_sums_are_exact(
     lacking: None, monkeypatch: pytest.MonkeyPatch, rows: int, block: int
@@ -33,7 +33,35 @@ def test_the_twin_where_sums_are_exact(
     got = product(x, w)
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, F.linear(x, w))
-    assert not torch.equal(got.float(), x.float() @ w.float().t()), "rounded"
+    assert rows < 2 or not torch.equal(got.float(), x.float() @ w.float().t()), "rounded"
+
+
+@pytest.mark.skipif(not cpu_lacks_bf16(), reason="a CPU that multiplies BF16: not taken there")
+def test_a_token_gives_the_same_with_few_and_many_others() -> None:
+    torch.manual_seed(1)
+    x, w = torch.randn(200, 128).bfloat16(), torch.randn(20_000, 128).bfloat16()
+    together = product(x, w)
+    for rows in (1, 2, 3, 7, 8, 9, 31, 32, 33, 100):
+        assert torch.equal(product(x[:rows], w), together[:rows]), rows
+
+
+def test_few_rows_of_a_large_weight_are_left_to_torch(
+    lacking: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.randn(MANY_ROWS, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+    monkeypatch.setattr(products, "LARGE_WEIGHT", w.numel() - 1)
+    called: list[int] = []
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        called.append(x.shape[0])
+        return x @ w.t()
+
+    monkeypatch.setattr(products.F, "linear", linear)
+    product(x, w)
+    product(x[1:], w)
+    monkeypatch.setattr(products, "LARGE_WEIGHT", w.numel())
+    product(x[1:], w)
+    assert called == [MANY_ROWS - 1]
 
 
 def test_one_rounding_of_the_exact_sum(lacking: None) -> None:

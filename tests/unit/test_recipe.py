@@ -123,3 +123,24 @@ ROUTER, GATE = "model.layers.3.mlp.gate", "model.layers.3.mlp.experts.0.gate_pro
 )
 def test_patterns_mean_what_they_say(pattern: str, router: bool, gate: bool) -> None:
     assert (matches(pattern, ROUTER), matches(pattern, GATE)) == (router, gate)
+
+
+@pytest.mark.parametrize(
+    ("expression", "module", "found"),
+    [
+        (r"[\][]", "[", True),  # an escaped bracket does not end the set
+        (r"[\](a+)+]", "(", True),
+        (r"[](a+)+]", ")", True),  # nor does one that comes first
+        (r"[^\](a+)+]", "x", True),
+        (r"[^](a+)+]", "]", False),
+        (r"[\\]", "\\", True),
+    ],
+)
+def test_what_a_set_holds_is_no_group(expression: str, module: str, found: bool) -> None:
+    assert matches(f"re:{expression}", module) is found
+
+
+@pytest.mark.parametrize("before", [r"[\]]", "[]]", "[^]]", r"[^\]]", r"[\\]", r"\["])
+def test_a_repeated_group_behind_a_set_is_refused(before: str) -> None:
+    with pytest.raises(RecipeError, match="a repeated group, which could run for ever"):
+        matches(f"re:{before}(a+)+", "a")
