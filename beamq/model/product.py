@@ -4,8 +4,8 @@ x86 before AVX-512 multiplies BF16 in torch 6 to 14 times slower than FP32. Ther
 widened to FP32, which loses nothing, and sums are rounded once: what a BF16 product is, up to the
 order of its FP32 sums. Only few rows by a large weight are left to torch: widening it costs more.
 
-FP32 products of very few rows are summed in another order than those of many, so there are never
-fewer than `MIN_ROWS`: what a token gives does not hang on how many others are beside it.
+FP32 products sum a last one to three rows (of a thread's part) in another order than the others, so
+rows are filled up to whole `GRAIN`s: what a token gives does not hang on how many are beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-MIN_ROWS = 8
+GRAIN = 16
 MANY_ROWS = 32
 LARGE_WEIGHT = 1 << 22  # values
 BLOCK_VALUES = 1 << 24  # of a weight widened at a time: 64 MiB
@@ -27,7 +27,8 @@ def product(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     rows = x_TK.shape[0]
     if not widens(x_TK) or (rows < MANY_ROWS and w_NK.numel() > LARGE_WEIGHT):
         return F.linear(x_TK, w_NK)
-    x32_TK = F.pad(x_TK.float(), (0, 0, 0, max(0, MIN_ROWS - rows)))
+    x32_TK = x_TK.new_zeros(-(-rows // GRAIN) * GRAIN, x_TK.shape[1], dtype=torch.float32)
+    x32_TK[:rows] = x_TK
     y_TN = x_TK.new_empty(rows, w_NK.shape[0])
     step = max(1, BLOCK_VALUES // w_NK.shape[1])
     for n in range(0, w_NK.shape[0], step):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from beamq.model import product as products
 from beamq.model.linear import DenseWeight, gemm_backend
-from beamq.model.product import MANY_ROWS, MIN_ROWS, cpu_lacks_bf16, product
+from beamq.model.product import MANY_ROWS, GRAIN, cpu_lacks_bf16, product
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
     return torch.randint(-9, 10, shape).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [0, 1, MIN_ROWS - 1, MIN_ROWS, 3 * MIN_ROWS])
+@pytest.mark.parametrize("rows", [0, 1, GRAIN - 1, GRAIN, 3 * GRAIN])
 @pytest.mark.parametrize("block", [1, 64 * 5, 1 << 24])
 def test_the_twin_where_sums_are_exact(
     lacking: None, monkeypatch: pytest.MonkeyPatch, rows: int, block: int
@@ -39,10 +39,16 @@ def test_the_twin_where_sums_are_exact(
 @pytest.mark.skipif(not cpu_lacks_bf16(), reason="a CPU that multiplies BF16: not taken there")
 def test_a_token_gives_the_same_with_few_and_many_others() -> None:
     torch.manual_seed(1)
-    x, w = torch.randn(200, 128).bfloat16(), torch.randn(20_000, 128).bfloat16()
-    together = product(x, w)
-    for rows in (1, 2, 3, 7, 8, 9, 31, 32, 33, 100):
-        assert torch.equal(product(x[:rows], w), together[:rows]), rows
+    x, w = torch.randn(99, 128).bfloat16(), torch.randn(20_000, 128).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            together = product(x, w)
+            for rows in (1, 2, 3, 7, 8, 9, 11, 31, 32, 33, 50, 98):
+                assert torch.equal(product(x[:rows], w), together[:rows]), rows
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_few_rows_of_a_large_weight_are_left_to_torch(
@@ -74,8 +80,8 @@ def test_one_rounding_of_the_exact_sum(lacking: None) -> None:
 
 
 def test_experts_are_multiplied_one_by_one(lacking: None) -> None:
-    x, w = whole_numbers(2 * MIN_ROWS, 64), whole_numbers(3, 24, 64)
-    offsets = [0, MIN_ROWS + 5, MIN_ROWS + 5, 2 * MIN_ROWS]
+    x, w = whole_numbers(2 * GRAIN, 64), whole_numbers(3, 24, 64)
+    offsets = [0, GRAIN + 5, GRAIN + 5, 2 * GRAIN]
     got = gemm_backend("reference").grouped(x, None, DenseWeight(w_NK=w), offsets)
     wanted = [F.linear(x[low:high], w[e]) for e, (low, high) in enumerate(pairwise(offsets))]
     assert torch.equal(got, torch.cat(wanted))
