@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from beamq.model import product as products
 from beamq.model.linear import DenseWeight, gemm_backend
-from beamq.model.product import MANY_ROWS, GRAIN, cpu_lacks_bf16, product
+from beamq.model.product import GRAIN, MANY_ROWS, cpu_lacks_bf16, product
 
 
 @pytest.fixture
