@@ -210,6 +210,16 @@ def _notes(
             " source (a cast before saving?);"
             " their values are kept exactly and stored as FP32, but bits lost earlier stay lost"
         )
+    halves: dict[str, list[str]] = {"BF16": [], "F16": []}
+    for name, dtype in {source.spec.name: source.spec.dtype for _, source in found}.items():
+        if dtype in halves:
+            halves[dtype].append(name)
+    if all(halves.values()):
+        fewer, rest = sorted(halves, key=lambda dtype: len(halves[dtype]))
+        yield (
+            f"{counted(len(halves[fewer]), 'tensor is', 'tensors are')} {fewer} among {rest} ones"
+            f" ({few(halves[fewer])}); their bits are read as the header says"
+        )
     heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
     if heads:
         yield (

@@ -231,3 +231,19 @@ def test_a_bf16_router_is_accepted_and_said(tmp_path: Path) -> None:
     assert any("router tensors are not FP32" in note for note in plan.notes)
     dtypes = {t.name: t.dtype for shard in plan.shards for t in shard.tensors}
     assert dtypes["model.layers.3.mlp.gate.weight"] == "F32"
+
+
+def test_f16_among_bf16_is_said_and_f16_throughout_is_not(nano_copy: Path) -> None:
+    odd = "model.layers.4.mlp.experts.3.up_proj.weight"
+    every = [odd]
+
+    def relabel(tensors: st.Tensors) -> None:
+        for name in every:
+            dtype, shape, data = tensors[name]
+            tensors[name] = ("F16" if dtype == "BF16" else dtype, shape, data)
+
+    st.edit(nano_copy / "model.safetensors", relabel)
+    assert f"1 tensor is F16 among BF16 ones ({odd})" in " ".join(plan_of(nano_copy).notes)
+    every = list(st.load(nano_copy / "model.safetensors"))
+    st.edit(nano_copy / "model.safetensors", relabel)
+    assert not any("among" in note for note in plan_of(nano_copy).notes)
