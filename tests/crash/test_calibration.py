@@ -113,7 +113,7 @@ def test_kills_while_calibrating_and_converting(
 def test_disks_that_fill_while_calibrating(
     torch_zygote: Zygote, wordy: Path, memory_folder: Path, record_property: Record
 ) -> None:
-    """One line, exit 4, no file under its final name; then on from there."""
+    """One line, exit 4, nothing unfinished under its final name; then on from there."""
     whole = memory_folder / "whole"
     whole.mkdir()
     kinds = ("open", "ftruncate", "pwrite", "fsync")
@@ -132,7 +132,8 @@ def test_disks_that_fill_while_calibrating(
         assert ended.code == 4, ended.err
         assert ended.err.startswith("error: ")
         assert ended.err.count("\n") == 1
-        assert not (folder / "stats").exists()
+        if (folder / "stats").exists():  # what failed came after the renaming
+            assert sha(folder / "stats") == sha(whole / "stats")
         resumed = torch_zygote.run(*calibrate_args(wordy, folder, "--resume"))
         assert resumed.code == 0, resumed.err
         assert sha(folder / "stats") == sha(whole / "stats")

@@ -296,6 +296,6 @@ def test_progress_that_raises_leaves_a_resumable_state(small: Path, tmp_path: Pa
 def test_a_failing_stdout_is_told(small: Path) -> None:
     command = [sys.executable, "-m", "beamq", "plan", str(small)]
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert ended.returncode == 4
     assert "Traceback" not in ended.stderr

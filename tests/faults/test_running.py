@@ -190,8 +190,8 @@ def test_a_signal_is_one_line_and_resumable(
     wait_for(lambda: list(output.glob("*.safetensors")))
     begun = time.monotonic()
     process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert time.monotonic() - begun < 5  # threads do not outlive it
+    _, err = process.communicate(timeout=120)
+    assert time.monotonic() - begun < 20  # threads do not outlive it
     assert process.returncode == 130
     assert err.count("\n") == 1
     assert err.startswith("error: interrupted; ")
@@ -211,7 +211,7 @@ def test_a_second_ctrl_c_ends_it_at_once(beam_nano: Path, tmp_path: Path) -> Non
     wait_for(lambda: list(output.glob("*.partial")))
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in err
     quantize(beam_nano, output, no_calibration=True, max_shard_bytes=600_000, resume=True)
@@ -230,7 +230,7 @@ def test_ctrl_c_at_any_moment_is_one_line(beam_nano: Path, verb: str, seconds: f
     process.stdout.readline()
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert "Traceback" not in err
     # The last: a signal while Python itself is ending, when the command is done.
     assert process.returncode in (0, 1, 130, -signal.SIGINT), err
@@ -244,14 +244,14 @@ def test_two_runs_on_one_output(beam_nano: Path, tmp_path: Path) -> None:
     for more in ((), ("--resume",), ("--overwrite",)):
         second = subprocess.run(
             [sys.executable, "-m", "beamq", *args(beam_nano, output, *more)],
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert second.returncode == 4, second.stderr
         assert second.stderr.count("\n") == 1
         assert f"another process is writing here (process {first.pid} on " in second.stderr
         assert f"since {datetime.now(UTC):%Y-%m-%d}" in second.stderr
         assert "--overwrite" not in second.stderr, "it would spoil the first run"
-    _, err = first.communicate(timeout=60)
+    _, err = first.communicate(timeout=120)
     assert first.returncode == 0, err
     assert light_verify(output, source=beam_nano).ok
 
@@ -356,7 +356,7 @@ def test_no_gpu_no_nvml_LLMC1625(beam_nano: Path, tmp_path: Path) -> None:
     for arguments in (args(beam_nano, tmp_path / "out"), ["plan", str(beam_nano)]):
         ended = subprocess.run(
             [sys.executable, "-c", code, *arguments], capture_output=True, text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=60,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=120,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.splitlines()[-1] == "False False"

@@ -57,13 +57,13 @@ def test_patterns(pattern: str) -> None:
 @given(st.text(alphabet="abgate.*?[]!-_{}()|+\\^$0123", max_size=24))
 def test_expressions_and_globs(text: str) -> None:
     """Those that are taken end in time, on the worst name that they are tried on."""
-    begun = time.perf_counter()
+    begun = time.thread_time()
     for name in (MODULE, "a" * 200, "a" * 199 + "!", "ab" * 100):
         if (found := only_ours(matches, f"re:{text}", name)) is not None:
             assert found == (re.fullmatch(text, name) is not None)
         if set(text) & set("*?["):
             assert only_ours(matches, text, name) == fnmatch.fnmatchcase(name, text)
-    assert time.perf_counter() - begun < 5
+    assert time.thread_time() - begun < 5
 
 
 @often

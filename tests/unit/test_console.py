@@ -72,7 +72,7 @@ def _on_terminal(command: list[str], folder: Path, environment: dict[str, str]) 
     except OSError:  # how Linux says that the other end is closed
         pass
     os.close(ours)
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=120) == 0
     return read.decode()
 
 
