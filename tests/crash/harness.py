@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.conversion.output_folder import MANIFEST_NAME
+from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD_BYTES = 1_200_000
@@ -96,9 +96,7 @@ class Zygote:
         self, args: Sequence[str | Path], orders: Sequence[dict[str, Any]] = ({}, {})
     ) -> list[Ended]:
         """The same command on two ranks, as torchrun would start it; each with its own traps."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = free_port()
         meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         return self.run_all(
             [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +43,7 @@ from beamq.errors import (
 )
 from beamq.model.logits import logits
 from beamq.model.memory import activation_bytes, layer_bytes
+from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 FP32 = torch.float32
@@ -433,9 +433,7 @@ def test_a_stop_signal_says_how_far_it_came(beam_nano: Path, plain: Path, tmp_pa
 
 
 def ranks(source: Path, target: Path, layer: int) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     return [
         start(source, target, layer if rank == 1 else 99, RANK=str(rank), WORLD_SIZE="2",
               MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -464,9 +462,7 @@ def test_ranks_with_batches_of_their_own(
     )
     monkeypatch.setitem(device.BATCH_TOKENS, "cpu", 96)
     calibrate(beam_nano, tmp_path / "one", **SMALL, **more)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
@@ -497,9 +493,7 @@ def test_a_rank_that_fails_leaves_nobody_waiting(nano_copy: Path, tmp_path: Path
         " index, first, count) if first == 0 or index < 5 else 1 / 0;"
         "calibrate(sys",
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(nano_copy), str(tmp_path / "stats"), "99"],

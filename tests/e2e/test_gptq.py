@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from beamq.eval.verify import verify
 from beamq.model.logits import logits
 from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.recipe import Recipe, load_recipe, parse_recipe
+from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 8, "sequence_length": 128}
 SHARDED: dict[str, Any] = {**SMALL, "max_shard_bytes": 300_000}
@@ -233,9 +233,7 @@ def two_ranks(
     **options: Any,
 ) -> list[str]:
     """`quantize` on two ranks; the second kills itself after layer `kill`. Their error output."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     script = (
         "import os, signal, sys; from beamq.conversion.quantize import quantize;"
         "from beamq.calib import state; state.COST_SHARE = 0;"

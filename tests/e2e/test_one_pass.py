@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -41,6 +40,7 @@ from beamq.model.logits import logits
 from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.plan import make_plan
 from beamq.roles import Role, classify
+from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 SAMPLE = 4096  # of a tensor, read for the model's digest
@@ -306,9 +306,7 @@ def test_killed_twice_it_ends_with_the_same_bytes(
 def test_two_ranks_end_with_the_same_bytes(
     beam_nano: Path, sharded: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     output = tmp_path / "one"
     started = [
         start(beam_nano, output, 99, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",

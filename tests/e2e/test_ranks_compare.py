@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from beamq.conversion.quantize import quantize
 from beamq.ranks import LOST
 from tests import safetensors_edit
 from tests.checkpoint_damage import find, flip
+from tests.free_ports import free_port
 
 EXPERT = "model.layers.{}.mlp.experts.{}.{}.weight"
 DAMAGED = (EXPERT.format(4, 0, "up_proj"), EXPERT.format(6, 15, "gate_proj"), "model.norm.weight")
@@ -81,9 +81,7 @@ class Ran:
 
 def start(world: int, program: str, arguments: list[list[str]]) -> list[subprocess.Popen[str]]:
     """`program` in `world` processes, each with its own arguments; in one, as without torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
         subprocess.Popen(

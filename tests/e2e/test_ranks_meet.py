@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.free_ports import free_port
+
 # argv: seconds until it is told, and until it is given up; then the command.
 RUN = """
 import sys
@@ -20,12 +22,6 @@ from beamq.cli import app
 rendezvous.TOLD_SECONDS, rendezvous.PATIENCE_SECONDS = map(float, sys.argv[1:3])
 app(sys.argv[3:], prog_name="beamq")
 """
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def start(folder: Path, seconds: tuple[float, float], **environment: str) -> subprocess.Popen[str]:

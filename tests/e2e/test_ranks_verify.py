@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import pytest
 from beamq.conversion.dequantize import dequantize
 from beamq.conversion.quantize import quantize
 from tests.checkpoint_damage import flip, poke, resign, rewrite, shards
+from tests.free_ports import free_port
 from tests.verifying_rank import observe
 
 EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj"
@@ -114,18 +114,9 @@ def other_cases(folders: dict[str, Path], nowhere: Path) -> dict[str, Case]:
     }  # fmt: skip
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 def launch(cases: dict[str, Case], world: int, root: Path, repo: Path) -> list[dict[str, Any]]:
     """What each rank wrote down, by case."""
-    ports = free_ports(len(cases))
-    records = [case.record(port) for case, port in zip(cases.values(), ports, strict=True)]
+    records = [case.record(int(free_port())) for case in cases.values()]
     (root / "cases.json").write_text(json.dumps(records))
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     processes = [

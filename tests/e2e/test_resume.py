@@ -6,7 +6,6 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from beamq.conversion.output_lock import OutputLock
 from beamq.conversion.quantize import quantize
 from beamq.conversion.runner import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
+from tests.free_ports import free_port
 
 RUN = (
     "import sys; from beamq.conversion.quantize import quantize;"
@@ -185,9 +185,7 @@ def test_a_second_writer_is_refused(beam_nano: Path, tmp_path: Path) -> None:
 def test_two_processes_under_torchrun_give_the_same_bytes(
     beam_mini: Path, whole: tuple[Path, float], tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     output = tmp_path / "out"
     ranks = [
         subprocess.Popen(
@@ -212,9 +210,7 @@ def test_a_rank_that_fails_stops_the_other(nano_copy: Path, tmp_path: Path) -> N
             tensors[name] = (dtype, shape, b"\x80\x7f" + data[2:])
 
     st.edit(nano_copy / "model.safetensors", poison)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RUN, str(nano_copy), str(tmp_path / "out")],

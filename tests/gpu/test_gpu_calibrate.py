@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from beamq.config import BeamConfig
 from beamq.conversion.quantize import quantize
 from beamq.model.memory import activation_bytes, layer_bytes
 from benchmarks.random_layer import SMALL as LAYER
+from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 NAN, INF = float("nan"), float("inf")
@@ -110,9 +110,7 @@ RUN = (
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_give_the_bytes_of_one(beam_nano: Path, plain: Path, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RUN, str(beam_nano), str(tmp_path / "stats")],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from beamq.conversion.quantize import quantize
+from tests.free_ports import free_port
 
 # Two batches, so that one is on its way while the other is worked on.
 SIZE = ("--samples", "64", "--sequence-length", "512", "--device", "cuda", "--json", "--quiet")
@@ -21,9 +21,7 @@ SIZE = ("--samples", "64", "--sequence-length", "512", "--device", "cuda", "--js
 
 def compared(world: int, command: list[str]) -> dict[str, Any]:
     """The first rank's result, without the time that it took."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     meeting = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
