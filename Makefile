@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where there is no NVIDIA GPU, a release whose CPU build pip can find; else any recent one.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
-JOBS ?= 2
+JOBS ?= 3
 
 .PHONY: demo test check lint clean
 
@@ -20,7 +20,7 @@ demo: $(VENV)/.ready
 	PATH="$(abspath $(BIN)):$$PATH" sh examples/demo.sh
 
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
