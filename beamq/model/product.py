@@ -19,7 +19,7 @@ import torch.nn.functional as F
 GRAIN = 16
 MANY_ROWS = 32
 LARGE_WEIGHT = 1 << 22  # values
-BLOCK_VALUES = 1 << 24  # of a weight widened at a time: 64 MiB
+BLOCK_VALUES = 1 << 24  # of either operand widened at a time: 64 MiB
 
 
 def product(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -27,13 +27,21 @@ def product(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     rows = x_TK.shape[0]
     if not widens(x_TK) or (rows < MANY_ROWS and w_NK.numel() > LARGE_WEIGHT):
         return F.linear(x_TK, w_NK)
+    y_TN = x_TK.new_empty(rows, w_NK.shape[0])
+    step = max(1, BLOCK_VALUES // w_NK.shape[1] // GRAIN) * GRAIN
+    for n in range(0, w_NK.shape[0], step):
+        w32_KN = w_NK[n : n + step].float().t()
+        for t in range(0, rows, step):
+            y_TN[t : t + step, n : n + step] = _widened(x_TK[t : t + step], w32_KN)
+    return y_TN
+
+
+def _widened(x_TK: torch.Tensor, w32_KN: torch.Tensor) -> torch.Tensor:
+    """FP32 [T, N]."""
+    rows = x_TK.shape[0]
     x32_TK = x_TK.new_zeros(-(-rows // GRAIN) * GRAIN, x_TK.shape[1], dtype=torch.float32)
     x32_TK[:rows] = x_TK
-    y_TN = x_TK.new_empty(rows, w_NK.shape[0])
-    step = max(1, BLOCK_VALUES // w_NK.shape[1])
-    for n in range(0, w_NK.shape[0], step):
-        y_TN[:, n : n + step] = (x32_TK @ w_NK[n : n + step].float().t())[:rows]
-    return y_TN
+    return (x32_TK @ w32_KN)[:rows]
 
 
 def widens(x: torch.Tensor) -> bool:
