@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -90,9 +91,12 @@ def exchanged_gate_and_up(folder: Path) -> None:
 
 
 def wrong_input_scale(folder: Path) -> None:
-    """All of layer 4's down projections get activations 4,000 times too large for their grid."""
-    for expert in range(16):
-        put_float(folder, f"{EXPERTS.format(4, expert, 'down_proj')}.input_scale", 1.0 / 2**20)
+    """From layer 4 on all experts get activations 4,000 times too large for their grid.
+
+    In all of them: how much one layer's do depends on the text, so on Python's version.
+    """
+    for layer, expert, proj in product(range(4, 8), range(16), PROJECTIONS):
+        put_float(folder, f"{EXPERTS.format(layer, expert, proj)}.input_scale", 1.0 / 2**20)
 
 
 def other_norm(folder: Path) -> None:

@@ -83,19 +83,26 @@ def test_verify_passes_and_the_manifest_tells(
     assert "calibrat" in (made(recipe) / "README.md").read_text()
 
 
-def test_it_loses_less_than_the_sweep(made: Callable[[str], Path], beam_nano: Path) -> None:
-    """Held loosely, since 1,024 tokens calibrate and 4,096 judge; see benchmarks/quality.py."""
+def test_it_loses_less_than_the_sweep(
+    made: Callable[[str], Path], beam_nano: Path, tmp_path: Path
+) -> None:
+    """Held loosely, since 4,096 tokens calibrate and judge; see benchmarks/quality.py.
+
+    From 1,024 tokens GPTQ may lose to the sweep: it depends on the text, so on Python's version.
+    """
     text = load_calibration_data(
         (), beam_nano, samples=8, sequence_length=512, seed=0, split="evaluation"
     )
     ids = torch.from_numpy(text.input_ids)
     base = logits(beam_nano, ids, dtype=torch.float32).log_softmax(-1)
 
-    def kl(recipe: str) -> float:
-        ours = logits(made(recipe), ids, dtype=torch.float32, gemm="weights-only").log_softmax(-1)
+    def kl(folder: Path) -> float:
+        ours = logits(folder, ids, dtype=torch.float32, gemm="weights-only").log_softmax(-1)
         return (base.exp() * (base - ours)).sum(-1).mean().item()
 
-    found = {recipe: kl(recipe) for recipe in ("nvfp4-max", "nvfp4", "weighed", "nvfp4-gptq")}
+    quantize(beam_nano, tmp_path / "gptq", recipe="nvfp4-gptq", samples=8, sequence_length=512)
+    found = {recipe: kl(made(recipe)) for recipe in ("nvfp4-max", "nvfp4", "weighed")}
+    found["nvfp4-gptq"] = kl(tmp_path / "gptq")
     assert found["nvfp4-gptq"] < found["nvfp4"] < 0.85 * found["nvfp4-max"], found
     assert found["weighed"] < 0.85 * found["nvfp4-max"], found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from beamq.conversion.quantize import quantize
 from beamq.eval.activations_only import ActivationsOnlyGemm, ServedWeight
 from beamq.eval.compare import compare
 from beamq.eval.comparison import Candidate
+from beamq.eval.estimates import Estimate
 from beamq.formats import nvfp4
 from beamq.model.linear import DenseWeight, Nvfp4Weight
 
@@ -75,12 +77,14 @@ def test_candidates_are_held_against_the_first_token_by_token(
     assert second.kld_ratio is not None
     means = second.divergence.mean_kld.value / first.divergence.mean_kld.value
     assert second.kld_ratio.value == pytest.approx(means)
-    alone = second.divergence.mean_kld.standard_error
-    assert alone is not None
-    assert second.kld_ratio.standard_error is not None
-    # Both stumble over the same tokens, so the ratio is known better than either.
-    relative = alone / second.divergence.mean_kld.value
-    assert 0 < second.kld_ratio.standard_error / second.kld_ratio.value < relative
+
+    def relative(estimate: Estimate) -> float:
+        assert estimate.standard_error is not None
+        return estimate.standard_error / estimate.value
+
+    # Both stumble over the same tokens, so the ratio is known better than from two texts.
+    unpaired = math.hypot(*(relative(each.divergence.mean_kld) for each in (first, second)))
+    assert 0 < relative(second.kld_ratio) < 0.9 * unpaired
 
 
 def test_where_activations_are_exact_there_is_none(beam_nano: Path, tmp_path: Path) -> None:
