@@ -69,11 +69,13 @@ class ExpertMoments:
 
     def of(self, group: str, part: ExpertSlice, experts: Sequence[int]) -> torch.Tensor:
         """Shrunk means for `experts` of `part`."""
-        shared = self._groups[group]
-        rows_E = torch.tensor(
-            [float(self._seen.rows_E[expert]) for expert in experts], device=self._seen.device
-        )
+        shared, rows_E = self._groups[group], self.rows(experts)
         return shrunk(self._sums(group, part, experts), rows_E, shared.pool, shared.pool_rows)
+
+    def rows(self, experts: Sequence[int]) -> torch.Tensor:
+        """How many rows each expert was given, FP32 [E]."""
+        counts = [float(self._seen.rows_E[expert]) for expert in experts]
+        return torch.tensor(counts, device=self._seen.device)
 
     def _sums(self, group: str, part: ExpertSlice, experts: Sequence[int]) -> torch.Tensor:
         width = weight_of(part, group).shape[2]

@@ -37,7 +37,7 @@ from beamq.calib.expert_moments import (
     numbers,
     weight_of,
 )
-from beamq.calib.gptq import factorize, round_experts
+from beamq.calib.gptq import damping_of, factorize, round_experts
 from beamq.calib.scales import AMAX_PER_SCALE, MIN_SCALE
 from beamq.config import BeamConfig
 from beamq.errors import Interrupted, TensorError
@@ -118,14 +118,21 @@ class ExpertRounding:
                 own = [expert for expert in numbers(part) if (expert, group) in wanted]
                 for experts_here in chunks(own, weight_of(part, group), full=self._full):
                     found = moments.of(group, part, experts_here)
-                    self._round(seen.layer, part, group, experts_here, found)
+                    rows_E = moments.rows(experts_here)
+                    self._round(seen.layer, part, group, experts_here, found, rows_E)
 
     def _check(self) -> None:
         if self._stopped():
             raise Interrupted("stopped")
 
     def _round(
-        self, layer: int, part: ExpertSlice, group: str, experts: list[int], moments: torch.Tensor
+        self,
+        layer: int,
+        part: ExpertSlice,
+        group: str,
+        experts: list[int],
+        moments: torch.Tensor,
+        rows_E: torch.Tensor,
     ) -> None:
         w_ENK = weight_of(part, group)[[e - part.first for e in experts]]
         amax_E = w_ENK.abs().amax(dim=(1, 2)).float()
@@ -137,7 +144,8 @@ class ExpertRounding:
             )
         scale_E = nvfp4.global_scale_from_amax(amax_E)
         if self._full:
-            found = round_experts(w_ENK, factorize(moments), scale_E)
+            feedback = factorize(moments, damping_of(rows_E, moments.shape[-1]))
+            found = round_experts(w_ENK, feedback, scale_E)
             codes_ENH, block_scale_ENB = found.codes, found.block_scale
         else:
             codes_ENH, block_scale_ENB = _swept(w_ENK, scale_E, moments)

@@ -16,8 +16,10 @@ the block is rounded. The scale of a block of 16 is therefore chosen by doing it
 rounded with each of the sweep's 16 candidates around the moved values' own `max` scale, with
 feedback inside the block, and the least sum wins.
 
-H is damped by a tenth of its mean diagonal. Columns keep their natural order, which the file's
-blocks need (and ordering by size of H did not help). One factorisation and no inverse is needed.
+H is damped by a share of its mean diagonal: a tenth, or 4 K / n where n rows are few for K inputs,
+since feedback along directions that H has seen by chance costs more than it saves. Columns keep
+their natural order, which the file's blocks need (and ordering by size of H did not help). One
+factorisation and no inverse is needed.
 
 Inside a block of 16 the order of every operation is fixed (`gptq_block`, and a kernel with the same
 bits for GPUs); feedback between blocks is a GEMM, of 16 columns inside a window of 128 and of 128
@@ -40,7 +42,8 @@ from beamq.errors import CalibrationError
 from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.model import gpu_support
 
-DAMPING = 0.1
+DAMPING = 0.1  # at least
+NOISE = 4.0
 LOOKAHEAD = 128  # columns whose feedback from all earlier ones is one GEMM
 
 
@@ -52,16 +55,25 @@ class Feedback:
     pivot_EK: torch.Tensor
 
 
-def factorize(hessian_EKK: torch.Tensor, damping: float = DAMPING) -> Feedback:
-    """Factor the damped H. An input that is always zero is damped like the others.
+def damping_of(rows_E: torch.Tensor, width: int) -> torch.Tensor:
+    """How much H of `width` inputs from `rows_E` rows is damped: shares of its mean diagonal [E].
+
+    For fewer rows than inputs (where the layer's moments stand in) as for as many.
+    """
+    return (NOISE * width / rows_E.clamp(min=width)).clamp(min=DAMPING)
+
+
+def factorize(hessian_EKK: torch.Tensor, damping: torch.Tensor | float = DAMPING) -> Feedback:
+    """Factor H, damped by one share for all or [E]. An input that is always zero is so as well.
 
     Raises `CalibrationError` if H is no matrix of second moments (not finite, not symmetric).
     """
     mean_E1 = hessian_EKK.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True)
     mean_E1 = torch.where(mean_E1 > 0, mean_E1, 1.0)
+    share = damping.view(-1, 1) if isinstance(damping, torch.Tensor) else damping
     # Cholesky's factor is lower; that of the reversed matrix, reversed back, is upper.
     reversed_EKK = hessian_EKK.flip(1, 2)
-    reversed_EKK.diagonal(dim1=1, dim2=2).add_(damping * mean_E1)
+    reversed_EKK.diagonal(dim1=1, dim2=2).add_(share * mean_E1)
     lower_EKK, info_E = torch.linalg.cholesky_ex(reversed_EKK)
     del reversed_EKK
     if bool(info_E.any()) or not bool(lower_EKK.diagonal(dim1=1, dim2=2).isfinite().all()):

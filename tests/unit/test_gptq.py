@@ -58,6 +58,19 @@ def test_the_factor_is_that_of_the_damped_matrix() -> None:
     assert torch.equal(unit.diagonal(dim1=1, dim2=2), torch.ones(3, 48).double())
 
 
+def test_few_rows_are_damped_more() -> None:
+    rows = torch.tensor([0.0, 3.0, 16.0, 32.0, 640.0, 1e6])
+    found = gptq.damping_of(rows, 16)
+    torch.testing.assert_close(found, torch.tensor([4.0, 4.0, 4.0, 2.0, 0.1, 0.1]))
+    hessian = moments(3, 16)
+    each = gptq.factorize(hessian, torch.tensor([0.1, 0.5, 4.0]))
+    for expert, damping in enumerate((0.1, 0.5, 4.0)):
+        alone = gptq.factorize(hessian[expert : expert + 1], damping)
+        torch.testing.assert_close(each.unit_EKK[expert], alone.unit_EKK[0])
+        torch.testing.assert_close(each.pivot_EK[expert], alone.pivot_EK[0])
+    assert float(each.unit_EKK[2].triu(1).abs().max()) < 0.2, "little is moved where H is noise"
+
+
 @pytest.mark.parametrize("fault", [float("nan"), float("inf"), -1e6])
 def test_what_is_no_matrix_of_moments_is_refused(fault: float) -> None:
     hessian = moments(2, 32)
