@@ -241,16 +241,20 @@ def test_two_runs_on_one_output(beam_nano: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     first = start(*args(beam_nano, output, "--max-shard-size", "600kB"))
     wait_for(lambda: list(output.glob("*.partial")))
-    for more in ((), ("--resume",), ("--overwrite",)):
-        second = subprocess.run(
-            [sys.executable, "-m", "beamq", *args(beam_nano, output, *more)],
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert second.returncode == 4, second.stderr
-        assert second.stderr.count("\n") == 1
-        assert f"another process is writing here (process {first.pid} on " in second.stderr
-        assert f"since {datetime.now(UTC):%Y-%m-%d}" in second.stderr
-        assert "--overwrite" not in second.stderr, "it would spoil the first run"
+    first.send_signal(signal.SIGSTOP)  # or a busy machine might let it end before the others look
+    try:
+        for more in ((), ("--resume",), ("--overwrite",)):
+            second = subprocess.run(
+                [sys.executable, "-m", "beamq", *args(beam_nano, output, *more)],
+                capture_output=True, text=True, timeout=120,
+            )  # fmt: skip
+            assert second.returncode == 4, second.stderr
+            assert second.stderr.count("\n") == 1
+            assert f"another process is writing here (process {first.pid} on " in second.stderr
+            assert f"since {datetime.now(UTC):%Y-%m-%d}" in second.stderr
+            assert "--overwrite" not in second.stderr, "it would spoil the first run"
+    finally:
+        first.send_signal(signal.SIGCONT)
     _, err = first.communicate(timeout=120)
     assert first.returncode == 0, err
     assert light_verify(output, source=beam_nano).ok
