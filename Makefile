@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Where there is no NVIDIA GPU, a release whose CPU build pip can find; else any recent one.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
-JOBS ?= 3
+JOBS ?= 2
 
 .PHONY: demo test check lint clean
 
