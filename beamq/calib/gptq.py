@@ -43,7 +43,7 @@ from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.model import gpu_support
 
 DAMPING = 0.1  # at least
-NOISE = 4.0
+NOISE = 4.0  # times K / n; how it was chosen: ADR 11
 LOOKAHEAD = 128  # columns whose feedback from all earlier ones is one GEMM
 
 
