@@ -24,13 +24,12 @@ from typing import TYPE_CHECKING, Any
 from beamq.version import __version__
 
 if TYPE_CHECKING:
-    from beamq.calib.layerwise import calibrate, merge_statistics
-    from beamq.calib.stats import CalibrationStats
-    from beamq.checkpoint import Checkpoint, open_checkpoint
-    from beamq.config import BeamConfig
-    from beamq.conversion.dequantize import DequantizeResult, dequantize
-    from beamq.conversion.quantize import QuantizeResult, quantize
-    from beamq.conversion.runner import Progress
+    from beamq.beam.config import BeamConfig
+    from beamq.calib.calibrate import calibrate, merge_statistics
+    from beamq.calib.statistics import CalibrationStats
+    from beamq.convert.dequantize import DequantizeResult, dequantize
+    from beamq.convert.quantize import QuantizeResult, quantize
+    from beamq.convert.run import Progress
     from beamq.errors import (
         AlreadyQuantizedError,
         BeamqError,
@@ -53,19 +52,19 @@ if TYPE_CHECKING:
         TensorError,
         UsageError,
     )
-    from beamq.eval.checks import VerifyReport
-    from beamq.eval.compare import compare
-    from beamq.eval.comparison import Comparison
-    from beamq.eval.inspect import Inspection, inspect_checkpoint
-    from beamq.eval.parts import Sensitivity
-    from beamq.eval.report import write_report
-    from beamq.eval.sensitivity import sensitivity
-    from beamq.eval.verify import verify
-    from beamq.header import TensorSpec
-    from beamq.hub.push import PushResult, push
+    from beamq.eval.compare.compare import compare
+    from beamq.eval.compare.records import Comparison
+    from beamq.eval.compare.sensitivity import Sensitivity, sensitivity
+    from beamq.eval.verify.checks import VerifyReport
+    from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
+    from beamq.eval.verify.verify import verify
+    from beamq.io.checkpoint import Checkpoint, open_checkpoint
+    from beamq.io.safetensors_header import TensorSpec
     from beamq.model.logits import logits
-    from beamq.plan import Plan, make_plan
-    from beamq.recipe import Recipe, load_recipe
+    from beamq.plan.plan import Plan, make_plan
+    from beamq.plan.recipe import Recipe, load_recipe
+    from beamq.publish import PushResult, push
+    from beamq.report.files import write_report
 
 __all__ = [
     "AlreadyQuantizedError",
@@ -120,26 +119,25 @@ __all__ = [
 ]
 
 _HOMES = {
-    "beamq.calib.layerwise": ("calibrate", "merge_statistics"),
-    "beamq.calib.stats": ("CalibrationStats",),
-    "beamq.checkpoint": ("Checkpoint", "open_checkpoint"),
-    "beamq.config": ("BeamConfig",),
-    "beamq.conversion.quantize": ("QuantizeResult", "quantize"),
-    "beamq.conversion.dequantize": ("DequantizeResult", "dequantize"),
-    "beamq.eval.checks": ("VerifyReport",),
-    "beamq.eval.compare": ("compare",),
-    "beamq.eval.comparison": ("Comparison",),
-    "beamq.eval.report": ("write_report",),
-    "beamq.eval.inspect": ("Inspection", "inspect_checkpoint"),
-    "beamq.eval.parts": ("Sensitivity",),
-    "beamq.eval.sensitivity": ("sensitivity",),
-    "beamq.eval.verify": ("verify",),
-    "beamq.header": ("TensorSpec",),
-    "beamq.hub.push": ("PushResult", "push"),
+    "beamq.calib.calibrate": ("calibrate", "merge_statistics"),
+    "beamq.calib.statistics": ("CalibrationStats",),
+    "beamq.io.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "beamq.beam.config": ("BeamConfig",),
+    "beamq.convert.quantize": ("QuantizeResult", "quantize"),
+    "beamq.convert.dequantize": ("DequantizeResult", "dequantize"),
+    "beamq.eval.verify.checks": ("VerifyReport",),
+    "beamq.eval.compare.compare": ("compare",),
+    "beamq.eval.compare.records": ("Comparison",),
+    "beamq.report.files": ("write_report",),
+    "beamq.eval.verify.inspect": ("Inspection", "inspect_checkpoint"),
+    "beamq.eval.compare.sensitivity": ("Sensitivity", "sensitivity"),
+    "beamq.eval.verify.verify": ("verify",),
+    "beamq.io.safetensors_header": ("TensorSpec",),
+    "beamq.publish": ("PushResult", "push"),
     "beamq.model.logits": ("logits",),
-    "beamq.plan": ("Plan", "make_plan"),
-    "beamq.recipe": ("Recipe", "load_recipe"),
-    "beamq.conversion.runner": ("Progress",),
+    "beamq.plan.plan": ("Plan", "make_plan"),
+    "beamq.plan.recipe": ("Recipe", "load_recipe"),
+    "beamq.convert.run": ("Progress",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

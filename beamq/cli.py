@@ -17,15 +17,12 @@ from typer.core import TyperGroup
 
 from beamq.commands import outcome
 from beamq.commands.calibrate import calibrate
-from beamq.commands.compare import compare
-from beamq.commands.dequantize import dequantize
+from beamq.commands.compare import compare, sensitivity
+from beamq.commands.convert import dequantize, quantize
 from beamq.commands.doctor import doctor
-from beamq.commands.inspect import inspect
 from beamq.commands.plan import plan
 from beamq.commands.push import push
-from beamq.commands.quantize import quantize
-from beamq.commands.sensitivity import sensitivity
-from beamq.commands.verify import verify
+from beamq.commands.verify import inspect, verify
 from beamq.errors import Interrupted, UsageError
 from beamq.version import __version__
 

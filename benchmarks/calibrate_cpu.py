@@ -40,19 +40,15 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
     """Print the medians and their ratio."""
     import torch
 
-    from beamq.calib.device import batch_rows
-    from beamq.calib.forward import CalibrationPass
-    from beamq.calib.options import CalibrationOptions
-    from beamq.calib.prepared import Prepared
+    from beamq.beam.config import BeamConfig
+    from beamq.calib.run import CalibrationPass
+    from beamq.calib.setup import CalibrationOptions, Prepared, batch_rows
     from beamq.calib.state import RunState
-    from beamq.checkpoint import open_checkpoint
-    from beamq.config import BeamConfig
+    from beamq.io.checkpoint import open_checkpoint
     from beamq.model.attention import SequenceLayout
-    from beamq.model.layer_stream import LayerStream
-    from beamq.model.linear import gemm_backend
-    from beamq.model.load import LayerLoader
-    from beamq.model.run import run_layers
-    from beamq.model.states import Batch
+    from beamq.model.forward import Batch, run_layers
+    from beamq.model.gemm.select import gemm_backend
+    from beamq.model.loader import LayerLoader, LayerStream
     from beamq.ranks import Ranks
 
     samples, length = TOKENS
@@ -102,11 +98,10 @@ def _in_turns(
 
 def memory_of(path: Path, budget: int | None) -> None:
     """Print the peak of a calibration above what was there before it, in bytes; and the plan's."""
-    from beamq.calib.forward import CalibrationPass
-    from beamq.calib.options import CalibrationOptions
-    from beamq.calib.prepared import Prepared
+    from beamq.calib.run import CalibrationPass
+    from beamq.calib.setup import CalibrationOptions, Prepared
     from beamq.calib.state import RunState
-    from beamq.checkpoint import open_checkpoint
+    from beamq.io.checkpoint import open_checkpoint
     from beamq.ranks import Ranks
 
     samples, length = MEMORY_TOKENS

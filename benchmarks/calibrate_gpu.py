@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from beamq.calib.collect import Collector
+from beamq.calib.collector import Collector
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.beam import decoder_layer
-from beamq.model.fill import tensor_bytes
-from beamq.model.linear import gemm_backend
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import decoder_layer
+from beamq.model.loader import tensor_bytes
 from benchmarks.gpu_timing import median_ms
 from benchmarks.random_layer import REAL, random_layer
 

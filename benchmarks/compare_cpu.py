@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from beamq.conversion.quantize import quantize
-from beamq.eval.compare import compare
-from beamq.eval.report import write_report
+from beamq.convert.quantize import quantize
+from beamq.eval.compare.compare import compare
 from beamq.model.logits import logits
+from beamq.report.files import write_report
 
 ROWS, LENGTH = 16, 512
 RECIPES = ("nvfp4-max", "fp8", "fp8-experts", "nvfp4")

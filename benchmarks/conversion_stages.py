@@ -1,7 +1,7 @@
 """Each stage of a conversion on a GPU alone: what it could do if nothing else ran.
 
 In: a plan, a number of threads, a folder for files. Out: seconds that the whole source takes in
-each stage. Memory, chunks and threads are those of the engine (`conversion/gpu_engine.py`):
+each stage. Memory, chunks and threads are those of the engine (`convert/gpu_worker.py`):
 
     read      threads read the source into two page-locked chunks each
     upload    as many bytes as the source has, from chunks to the device, a stream for each thread
@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from beamq.checkpoint import Checkpoint
-from beamq.checksum import new_checksum
-from beamq.conversion.gpu_chunks import IN_BYTES as CHUNK_BYTES
-from beamq.conversion.gpu_queue import Memory
-from beamq.conversion.lanes import lane_count
-from beamq.plan import Job, Plan
-from beamq.roles import Role
+from beamq.beam.tensors import Role
+from beamq.convert.gpu_queue import Memory
+from beamq.convert.gpu_worker import IN_BYTES as CHUNK_BYTES
+from beamq.convert.run import lane_count
+from beamq.io.checkpoint import Checkpoint
+from beamq.io.checksum import new_checksum
+from beamq.plan.plan import Job, Plan
 
 COPIES = 8  # of an expert: ten times the L2 cache
 
@@ -199,23 +199,23 @@ class Stages:
 
 def _captured(jobs: Sequence[Job], rule: str) -> torch.cuda.CUDAGraph:
     """A graph of jobs, each on random values in device memory of its own."""
-    from beamq.conversion import gpu_engine
-    from beamq.formats.kernels import gpu_groups
+    from beamq.convert import gpu_worker
+    from beamq.formats.kernels import gpu
 
     places: list[torch.Tensor] = []
     calls: list[Callable[[], None]] = []
     for job in jobs:
         dtype, k = job.members[0].source.spec.dtype, job.members[0].source.shape[1]
         n = sum(member.source.shape[0] for member in job.members)
-        sizes = gpu_engine.area_nbytes(job)
-        place = torch.zeros(gpu_engine.device_nbytes(job), dtype=torch.uint8, device="cuda")
+        sizes = gpu_worker.area_nbytes(job)
+        place = torch.zeros(gpu_worker.device_nbytes(job), dtype=torch.uint8, device="cuda")
         place[: sizes[0]].view(torch.bfloat16).normal_(0, 0.02)
         memory = Memory(place.data_ptr(), place.nbytes, place)
-        areas = [area.address for area in gpu_engine.split(memory, sizes)]
+        areas = [area.address for area in gpu_worker.split(memory, sizes)]
         shape: dict[str, Any] = {"dtype": dtype, "n": n, "k": k}
-        call = gpu_groups.fp8_rows
+        call = gpu.fp8_rows
         if job.kind != "fp8":
-            call, shape["rule"] = gpu_groups.nvfp4_group, rule
+            call, shape["rule"] = gpu.nvfp4_group, rule
         places.append(place)
         calls.append(partial(call, *areas, **shape))
     for each in calls:

@@ -148,7 +148,7 @@ class Bench:
 
     def _measure(self, item: Run, workplace: Workplace) -> dict[str, Any]:
         if item.who == "imports":
-            return _told(run([sys.executable, "-c", "import beamq.cli, beamq.conversion.quantize"]))
+            return _told(run([sys.executable, "-c", "import beamq.cli, beamq.convert.quantize"]))
         source = workplace.slice(item.experts)
         read = weights_nbytes(source)
         if item.part == "disk":

@@ -40,12 +40,12 @@ from typing import Any
 
 import torch
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.limits import default_workers
-from beamq.conversion.quantize import QuantizeResult, quantize
-from beamq.conversion.runner import Progress
-from beamq.plan import make_plan
+from beamq.beam.config import BeamConfig
+from beamq.convert.limits import default_workers
+from beamq.convert.quantize import QuantizeResult, quantize
+from beamq.convert.run import Progress
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan.plan import make_plan
 from benchmarks.conversion_stages import Stages
 from benchmarks.make_slice import Slice, make_slice
 from benchmarks.measuring import ROOT, run
@@ -246,12 +246,12 @@ class Bench:
 
         Each twice: page-locked memory is had and kernels are compiled in the first.
         """
-        from beamq.calib.collect import Collector
-        from beamq.calib.device import BATCH_TOKENS, choose_device
+        from beamq.calib.collector import Collector
+        from beamq.calib.setup import BATCH_TOKENS, choose_device
         from beamq.model.attention import SequenceLayout, position_table
-        from beamq.model.beam import decoder_layer
-        from beamq.model.linear import gemm_backend
-        from beamq.model.load import LayerLoader
+        from beamq.model.gemm.select import gemm_backend
+        from beamq.model.layer import decoder_layer
+        from beamq.model.loader import LayerLoader
         from beamq.ranks import Ranks
 
         device = choose_device(self._options.device, Ranks())

@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 from transformers import BeamForCausalLM
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.io.checkpoint import open_checkpoint
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.beam import decoder_layer, head_logits
-from beamq.model.layer_stream import LayerStream
-from beamq.model.linear import gemm_backend
-from beamq.model.load import LayerLoader
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import decoder_layer, head_logits
+from beamq.model.loader import LayerLoader, LayerStream
 from beamq.model.logits import logits
 
 SHAPES = ((8, 128), (4, 512), (1, 4096))

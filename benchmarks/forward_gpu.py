@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.beam import LayerWeights, decoder_layer
-from beamq.model.fill import tensor_bytes
-from beamq.model.linear import gemm_backend
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import LayerWeights, decoder_layer
+from beamq.model.loader import tensor_bytes
 from benchmarks.gpu_timing import bf16_tflops, copy_tb_per_s, machine, median_ms
 from benchmarks.random_layer import REAL, random_layer
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # 62 GB of source, and half as much of output meanwhile. One pass needs three layers to be steady.
 CONVERSION = ("/dev/shm/beamq-conversion", "--sparse-layers", "3", "--rounds", "2")
 DOCTOR = (
-    "import json, sys; from beamq.model.gemm_probe import probe;"
+    "import json, sys; from beamq.model.gemm.select import probe;"
     " text = json.dumps(probe(), indent=1); open(sys.argv[1], 'w').write(text); print(text)"
 )
 

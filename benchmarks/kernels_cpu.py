@@ -38,7 +38,7 @@ LEVELS = ("baseline", "avx2", "avx512")
 START_UP = {
     "c": "from beamq.formats.kernels import cpu\n"
     "cpu.nvfp4_quantize(bytes(32), 'BF16', 16, 1.0, bytearray(8), bytearray(1))",
-    "torch twin": "from beamq.formats.kernels import twin\n"
+    "torch twin": "from beamq.formats.kernels import torch_twin as twin\n"
     "twin.nvfp4_quantize(bytes(32), 'BF16', 16, 1.0, bytearray(8), bytearray(1))",
     "numba": f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     "import numba_nvfp4, numpy as np\n"

@@ -30,8 +30,8 @@ from typing import Any
 
 import numpy as np
 
-from beamq.config import BeamConfig
-from beamq.roles import PRECISE_FP32, Role, TensorRole, expected_tensors
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole, expected_tensors
 
 POOL_VALUES = 1 << 22
 STANDARD_DEVIATION = 0.02

@@ -24,18 +24,16 @@ from pathlib import Path
 
 import torch
 
+from beamq.beam.config import BeamConfig
 from beamq.calib.data import load_calibration_data
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.quantize import quantize
-from beamq.eval.activations_only import ActivationsOnlyGemm, with_served_inputs
+from beamq.convert.quantize import quantize
+from beamq.eval.compare.side_by_side import ActivationsOnlyGemm, with_served_inputs
+from beamq.io.checkpoint import open_checkpoint
 from beamq.model.attention import SequenceLayout
-from beamq.model.beam import LayerWeights, head_logits
-from beamq.model.layer_stream import LayerStream, in_turns
-from beamq.model.load import LayerLoader
+from beamq.model.forward import Batch, LayerPass
+from beamq.model.layer import LayerWeights, head_logits
+from beamq.model.loader import LayerLoader, LayerStream, in_turns
 from beamq.model.logits import embed, logits
-from beamq.model.run import LayerPass
-from beamq.model.states import Batch
 
 LENGTH = 512
 CHUNK_ROWS = 8

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import torch
 
-from beamq.config import BeamConfig
+from beamq import devices
+from beamq.beam.config import BeamConfig
 from beamq.formats import fp8, nvfp4
-from beamq.model import gpu_support
 from beamq.model.attention import AttentionWeights
-from beamq.model.beam import DenseMlp, LayerWeights, SparseMlp
-from beamq.model.linear import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.reference import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
 from beamq.model.moe import ExpertSlice, RouterWeights
 
 REAL = BeamConfig(
@@ -147,7 +147,7 @@ def random_weight(shape: tuple[int, ...], fmt: str, device: torch.device) -> Lin
 
 
 def _fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if gpu_support.serves(w):
+    if devices.serves(w):
         from beamq.formats.kernels import gpu
 
         return gpu.fp8_quantize_rows(w)
@@ -155,7 +155,7 @@ def _fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nvfp4(w: torch.Tensor) -> nvfp4.QuantizedTensor:
-    if gpu_support.serves(w):
+    if devices.serves(w):
         from beamq.formats.kernels import gpu
 
         return gpu.nvfp4_quantize(w, nvfp4.global_scale_from_amax(gpu.amax(w)))

@@ -26,16 +26,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from beamq.calib import gptq
-from beamq.calib.expert_moments import ExpertMoments, chunks, weight_of
-from beamq.calib.expert_rounding import GROUPS, ExpertRounding
-from beamq.config import BeamConfig
-from beamq.formats.kernels import gpu, gpu_sweep
+from beamq.beam.config import BeamConfig
+from beamq.calib.expert_rounding import GROUPS, ExpertMoments, ExpertRounding, chunks, weight_of
+from beamq.formats import gptq
+from beamq.formats.kernels import gpu, triton_sweep
 from beamq.formats.nvfp4 import global_scale_from_amax
-from beamq.model.exchange import Alone
-from beamq.model.linear import DenseWeight, ReferenceGemm
+from beamq.model.expert_parallel import Alone
+from beamq.model.forward import VisitedLayer
+from beamq.model.gemm.reference import DenseWeight, ReferenceGemm
 from beamq.model.moe import Dispatch, ExpertSlice
-from beamq.model.visit import VisitedLayer
 from benchmarks.gpu_timing import machine, median_ms
 from benchmarks.random_layer import REAL
 
@@ -61,7 +60,7 @@ def sweep() -> dict[str, float]:
     w = torch.randn(16, 2560, 5120, device="cuda", dtype=torch.bfloat16) * 0.02
     scale = global_scale_from_amax(w.abs().amax())
     by_max = median_ms(lambda: gpu.nvfp4_quantize(w, scale))
-    swept = median_ms(lambda: gpu_sweep.nvfp4_sweep(w, scale))
+    swept = median_ms(lambda: triton_sweep.nvfp4_sweep(w, scale))
     return {"max_ms": by_max, "sweep_ms": swept, "ratio": swept / by_max}
 
 

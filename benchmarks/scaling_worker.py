@@ -15,12 +15,12 @@ import sys
 import time
 from pathlib import Path
 
-from beamq.checkpoint import open_checkpoint
-from beamq.conversion.gpu_engines import MAX_WORKERS
-from beamq.conversion.limits import default_workers
-from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import Progress
-from beamq.plan import make_plan
+from beamq.convert.gpu_worker import MAX_WORKERS
+from beamq.convert.limits import default_workers
+from beamq.convert.quantize import quantize
+from beamq.convert.run import Progress
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan.plan import make_plan
 from beamq.ranks import Ranks, current_ranks
 from benchmarks.conversion_stages import Stages
 

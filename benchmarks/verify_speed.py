@@ -27,8 +27,8 @@ from typing import Any
 from make_slice import Slice, make_slice
 from measuring import machine
 
-from beamq.conversion.quantize import quantize
-from beamq.eval.verify import verify
+from beamq.convert.quantize import quantize
+from beamq.eval.verify.verify import verify
 
 PIECE_BYTES = 4 << 20
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from beamq.checksum import file_checksum, new_checksum, seal_of, shard_digest
-from beamq.header import TensorSpec, read_header
-from beamq.weight_files import INDEX_NAME
+from beamq.io.checksum import file_checksum, new_checksum, seal_of, shard_digest
+from beamq.io.safetensors_header import TensorSpec, read_header
+from beamq.io.source import INDEX_NAME
 from tests import safetensors_edit
 from tests.safetensors_edit import Tensors
 

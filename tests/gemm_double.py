@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from beamq.formats.numerics import e2m1_values, unpack_nibbles
-from beamq.formats.swizzle import round_up, unswizzle
+from beamq.formats.nvfp4 import round_up, unswizzle
 
 FP4 = torch.float4_e2m1fn_x2
 

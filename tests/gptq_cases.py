@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from beamq.calib import gptq_block
-from beamq.model.linear import nvfp4_operand
+from beamq.formats import gptq
+from beamq.model.gemm.reference import nvfp4_operand
 
 SHAPES = [(1, 1), (3, 130), (2, 257)]
 GLOBAL_SCALES = [1.0, 0.02 / 2688, 2.0**-126, 1.7 * 2.0**-120, 300.0, 2.0**100]
@@ -77,11 +77,11 @@ def block(experts: int, n: int, global_scale: float, seed: int = 0) -> Block:
 
 def compare_block(device: str, experts: int, n: int, global_scale: float, seed: int) -> None:
     """Codes, scales and errors of the kernel on `device` and of the twin on the CPU."""
-    from beamq.formats.kernels import gpu_gptq
+    from beamq.formats.kernels import triton_gptq
 
     case = block(experts, n, global_scale, seed)
-    wanted = case.rounded(gptq_block.round_block, "cpu")
-    found = case.rounded(gpu_gptq.round_block, device)
+    wanted = case.rounded(gptq.round_block, "cpu")
+    found = case.rounded(triton_gptq.round_block, device)
     for name, ours, theirs in zip(("codes", "scales", "errors"), found, wanted, strict=True):
         different = int((ours != theirs).sum())
         assert different == 0, f"{different} of {ours.numel()} {name} differ"
@@ -105,14 +105,14 @@ def tokens(width: int, global_scale: float, *, exact_scales: bool) -> torch.Tens
 
 def compare_operand(device: str, width: int, scale: float, *, exact_scales: bool = False) -> None:
     """Served activations of the kernel on `device` and of plain torch."""
-    from beamq.formats.kernels import gpu_operand
+    from beamq.formats.kernels import triton_nvfp4
 
     x = tokens(width, scale, exact_scales=exact_scales)
     finite = x.isfinite().all(dim=1, keepdim=True)
     assert int(finite.sum()) == 37
     wanted = nvfp4_operand(torch.where(finite, x, 0), torch.tensor(scale))
     assert wanted.any()
-    found = gpu_operand.nvfp4_operand(x.to(device), torch.tensor(scale, device=device))
+    found = triton_nvfp4.nvfp4_operand(x.to(device), torch.tensor(scale, device=device))
     different = int((found.cpu().float() != wanted).sum())
     assert different == 0, f"{different} of {wanted.numel()} values differ"
 

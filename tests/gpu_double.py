@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from beamq.checkpoint import Checkpoint
-from beamq.conversion.buffer_pool import BufferPool
-from beamq.conversion.engines import CpuEngines
-from beamq.conversion.gpu_engine import GpuEngine
-from beamq.conversion.gpu_queue import Memory, Place
+from beamq.convert.buffer_pool import BufferPool
+from beamq.convert.cpu_worker import CpuEngines
+from beamq.convert.gpu_queue import Memory, Place
+from beamq.convert.gpu_worker import GpuEngine
 from beamq.formats.kernels import cpu
 from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
+from beamq.io.checkpoint import Checkpoint
 
 GARBAGE = 0xA5
 

@@ -22,15 +22,15 @@ from tokenizers import Tokenizer
 from transformers import BeamConfig as HFBeamConfig
 from transformers import BeamForCausalLM
 
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import QUANTIZABLE, Role, classify, fused_group
 from beamq.formats import fp8, nvfp4
-from beamq.formats.layout import (
+from beamq.plan.layout import (
     compressed_tensors_ignore,
     layer_units,
     modelopt_ignore,
     quantization_config,
 )
-from beamq.roles import QUANTIZABLE, Role, classify, fused_group
 
 SLIDING, FULL, DENSE, SPARSE = "sliding_attention", "full_attention", "dense", "sparse"
 

@@ -22,15 +22,14 @@ from typing import Any
 
 import pytest
 
-from beamq.checkpoint import Checkpoint
 from beamq.cli import main as command_line
 from beamq.errors import CheckpointError
-from beamq.eval import verify as verifying
-from beamq.eval.checks import Ledger
-from beamq.eval.items import Item, Outcome
-from beamq.eval.structure import Linear
-from beamq.eval.tensors import Examiner
-from beamq.open_files import OpenFiles
+from beamq.eval.verify import verify as verifying
+from beamq.eval.verify.checks import Ledger
+from beamq.eval.verify.structure import Linear
+from beamq.eval.verify.values import Examiner, Item, Outcome
+from beamq.io.checkpoint import Checkpoint
+from beamq.io.files import OpenFiles
 
 SCALAR = 4  # bytes; scalars are looked at by every rank
 OPINION = "values.second-opinion"

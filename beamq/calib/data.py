@@ -20,19 +20,233 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
 import random
-from collections.abc import Iterator, Sequence
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from beamq.calib.default_text import Split, default_text
-from beamq.calib.sources import DataSpec, SourceLog, documents, in_pieces, parse_spec
-from beamq.calib.tokens import CheckpointTokenizer
-from beamq.errors import CalibrationError, UsageError
+from beamq.calib.documents import DataSpec, SourceLog, documents, in_pieces, parse_spec
+from beamq.errors import CalibrationError, MissingDependencyError, UsageError
+from beamq.io.files import read_json_object
+
+# The text to calibrate on when the user gives none: sources of Python's standard library.
+#
+# In: a split. Out: the sources of a fixed list of modules, as the running Python has them.
+#
+# Code is what Beam is for, every machine that runs beamq has these files, and nothing need be
+# downloaded. The list is sorted and taken apart by position: odd positions calibrate, even ones
+# evaluate, so a comparison on the default text never judges a checkpoint on what it was calibrated
+# on. A module keeps its side even where another is absent (Linux distributions leave some out).
+# The modules exist in Python 3.11 to 3.13. Their text differs between Python versions, so the
+# description names the version, and the digest of the data (`calib.data`) tells two apart.
+#
+# Limits: half of the list is some 3.5 MB, about a million tokens. Tables (`html.entities`), tests
+# and packages that distributions split off (tkinter, idlelib, lib2to3) are not in it.
+
+Split = Literal["calibration", "evaluation"]
+
+_NAMES = """
+__future__ _collections_abc _markupbase _pydecimal _pyio _strptime _threading_local _weakrefset
+abc argparse ast asyncio.base_events asyncio.base_subprocess asyncio.events asyncio.futures
+asyncio.locks asyncio.proactor_events asyncio.protocols asyncio.queues asyncio.runners
+asyncio.selector_events asyncio.sslproto asyncio.staggered asyncio.streams asyncio.subprocess
+asyncio.taskgroups asyncio.tasks asyncio.timeouts asyncio.transports asyncio.unix_events
+asyncio.windows_events asyncio.windows_utils base64 bdb bz2 cProfile calendar cmd code codecs
+codeop collections colorsys compileall concurrent.futures._base concurrent.futures.process
+concurrent.futures.thread configparser contextlib copy copyreg csv ctypes ctypes.util dataclasses
+dbm dbm.dumb difflib dis doctest email._encoded_words email._header_value_parser
+email._parseaddr email._policybase email.charset email.contentmanager email.feedparser
+email.generator email.header email.headerregistry email.message email.parser email.policy
+email.quoprimime email.utils enum filecmp fileinput fnmatch fractions ftplib functools genericpath
+getopt getpass gettext glob graphlib gzip hashlib heapq hmac html html.parser http http.client
+http.cookiejar http.cookies http.server imaplib importlib importlib._bootstrap
+importlib._bootstrap_external importlib.metadata importlib.util inspect io ipaddress json
+json.decoder json.encoder linecache locale logging logging.config logging.handlers lzma mailbox
+mimetypes modulefinder multiprocessing.connection multiprocessing.context
+multiprocessing.forkserver multiprocessing.heap multiprocessing.managers multiprocessing.pool
+multiprocessing.process multiprocessing.queues multiprocessing.reduction
+multiprocessing.resource_sharer multiprocessing.resource_tracker multiprocessing.shared_memory
+multiprocessing.sharedctypes multiprocessing.spawn multiprocessing.synchronize
+multiprocessing.util netrc ntpath numbers operator optparse os pathlib pdb pickle pickletools
+pkgutil platform plistlib poplib posixpath pprint profile pstats pty py_compile pyclbr pydoc queue
+quopri random re re._compiler re._parser reprlib rlcompleter runpy sched selectors shelve shlex
+shutil site smtplib socket socketserver ssl stat statistics string subprocess symtable sysconfig
+tabnanny tarfile tempfile textwrap threading timeit tokenize tomllib._parser trace traceback
+tracemalloc types typing unittest.async_case unittest.case unittest.loader unittest.main
+unittest.mock unittest.result unittest.runner unittest.suite unittest.util urllib.parse
+urllib.request urllib.robotparser uuid warnings wave weakref webbrowser wsgiref.handlers
+wsgiref.headers wsgiref.simple_server wsgiref.util wsgiref.validate xml.dom.expatbuilder
+xml.dom.minidom xml.dom.pulldom xml.dom.xmlbuilder xml.etree.ElementPath xml.etree.ElementTree
+xml.sax.expatreader xml.sax.handler xml.sax.saxutils xml.sax.xmlreader xmlrpc.client xmlrpc.server
+zipapp zipfile zipimport zoneinfo._common zoneinfo._tzpath zoneinfo._zoneinfo
+"""
+MODULES: tuple[str, ...] = tuple(_NAMES.split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DefaultText:
+    """`description` for people and records; `texts` maps a module's name to its source."""
+
+    description: str
+    texts: dict[str, str]
+
+    def digests(self) -> frozenset[str]:
+        """SHA-256 of each source, to show that two texts have no file in common."""
+        return frozenset(
+            hashlib.sha256(text.encode("utf-8")).hexdigest() for text in self.texts.values()
+        )
+
+
+def split_modules(split: Split) -> tuple[str, ...]:
+    """The modules of one side: odd positions of the list calibrate, even ones evaluate."""
+    return MODULES[1::2] if split == "calibration" else MODULES[0::2]
+
+
+def default_text(split: Split = "calibration", *, root: Path | None = None) -> DefaultText:
+    """Read one side of the list. `root` is the library's folder (the running Python's if None).
+
+    Raises `CalibrationError` where fewer than half of the sources are there (a Python that ships
+    its library zipped or compiled only).
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    wanted = split_modules(split)
+    texts = {name: text for name in wanted if (text := _source(root, name)) is not None}
+    if 2 * len(texts) < len(wanted):
+        raise CalibrationError(
+            f"default calibration text: {len(texts)} of {len(wanted)} standard-library sources"
+            " found; this Python ships without them. Pass --data"
+        )
+    return DefaultText(
+        description=f"Python {platform.python_version()} standard library, {len(texts)} files"
+        f" ({split} half)",
+        texts=texts,
+    )
+
+
+def _source(root: Path, module: str) -> str | None:
+    """A module's source; some are a file in one Python and a package in the next."""
+    path = root.joinpath(*module.split("."))
+    for candidate in (path.with_name(path.name + ".py"), path / "__init__.py"):
+        try:
+            return candidate.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+    return None
+
+
+# The checkpoint's own tokenizer: text to ids, conversations to text, and the separator.
+#
+# In: a checkpoint folder. Out: a `CheckpointTokenizer`.
+#
+# Text goes through `tokenizer.json` with the `tokenizers` library, which loads in milliseconds and
+# runs nothing that the checkpoint brought. Only conversations need transformers, for the chat
+# template (rendered in its sandbox); `trust_remote_code` is never given. Special tokens are neither
+# added nor escaped: text that was rendered with a chat template beforehand means what it says.
+#
+# The separator between documents is the tokenizer's `eos_token`, or `eos_token_id` of config.json.
+
+
+class CheckpointTokenizer:
+    """Encode text and render conversations as the checkpoint in `folder` would."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `CalibrationError` where `folder` has no usable tokenizer.json or separator."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CalibrationError(
+                f"{path}: not found; calibration needs the checkpoint's tokenizer."
+                " Copy tokenizer.json and tokenizer_config.json next to config.json"
+            )
+        try:
+            from tokenizers import Tokenizer  # late: only runs that calibrate need it
+        except ImportError as fault:
+            raise MissingDependencyError(f"calibration needs `tokenizers`: {fault}") from fault
+        try:
+            self._tokenizer: Any = Tokenizer.from_file(str(path))
+        except Exception as fault:  # the library raises plain Exception for anything unreadable
+            raise CalibrationError(f"{path}: not a tokenizer: {str(fault)[:120]}") from fault
+        # A saved tokenizer may truncate or pad every text to the length it was last used with.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._folder = folder
+        self._chat: Any = None
+        model = _optional_json(folder / "config.json")
+        vocabulary = model.get("vocab_size")
+        self._vocab_size = vocabulary if isinstance(vocabulary, int) else None
+        self.separator = self._separator(model)
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Token ids [T] of a text, without special tokens around it."""
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = np.asarray(encoded.ids, dtype=np.int64)
+        if self._vocab_size is not None and ids.size and int(ids.max()) >= self._vocab_size:
+            raise CalibrationError(
+                f"{self._folder / 'tokenizer.json'}: yields id {int(ids.max())}, but config.json"
+                f" has vocab_size {self._vocab_size}; the tokenizer belongs to another model"
+            )
+        return ids
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """A conversation as the chat template writes it; None where the template refuses it.
+
+        Templates refuse on purpose (roles that don't alternate, say); that is the row's fault.
+        A tokenizer without a template is an error: no row could be used.
+        """
+        if self._chat is None:
+            self._chat = self._load_chat()
+        try:
+            return str(self._chat.apply_chat_template(list(messages), tokenize=False))
+        except Exception:  # a template is a program: it may raise whatever it likes
+            return None
+
+    def _load_chat(self) -> Any:
+        try:
+            from transformers import AutoTokenizer  # late: a second, and `messages` are rare
+        except ImportError as fault:
+            raise MissingDependencyError(f"`messages` need transformers: {fault}") from fault
+        try:
+            chat = AutoTokenizer.from_pretrained(
+                str(self._folder), trust_remote_code=False, local_files_only=True
+            )
+        except Exception as fault:  # many kinds, none of them documented
+            raise CalibrationError(
+                f"{self._folder}: the tokenizer's chat template cannot be loaded:"
+                f" {str(fault)[:120]}. Use data with a `text` column"
+            ) from fault
+        if not chat.chat_template:
+            raise CalibrationError(
+                f"{self._folder}: data has `messages`, but the tokenizer has no chat template;"
+                " use data with a `text` column, or add chat_template.jinja"
+            )
+        return chat
+
+    def _separator(self, model: dict[str, Any]) -> int:
+        token = _optional_json(self._folder / "tokenizer_config.json").get("eos_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found = self._tokenizer.token_to_id(token)
+            if found is not None:
+                return int(found)
+        ids = model.get("eos_token_id")
+        first = ids[0] if isinstance(ids, list) and ids else ids
+        if isinstance(first, int) and not isinstance(first, bool) and first >= 0:
+            return first
+        raise CalibrationError(
+            f"{self._folder}: no end-of-text token (eos_token in tokenizer_config.json, or"
+            " eos_token_id in config.json); calibration separates documents with it"
+        )
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path, CalibrationError) if path.is_file() else {}
+
 
 IdsT = NDArray[np.int64]
 

@@ -24,15 +24,13 @@ from pathlib import Path
 
 import torch
 
-from beamq.calib.stats import CalibrationStats
-from beamq.calib.stats_file import load_stats, save_stats
-from beamq.config import read_json_object
+from beamq.calib.statistics import CalibrationStats, load_stats, save_stats
 from beamq.errors import DiskError, ResumeError
-from beamq.header import read_header
-from beamq.open_files import OpenFiles
-from beamq.shards import OutputTensor, Shard, ShardWriter, disk_errors, write_json
-from beamq.sizes import show_bytes
-from beamq.torch_dtypes import TORCH_DTYPES
+from beamq.formats.numerics import TORCH_DTYPES
+from beamq.io.files import OpenFiles, read_json_object
+from beamq.io.safetensors_header import read_header
+from beamq.io.shard_writer import OutputTensor, Shard, ShardWriter, disk_errors, write_json
+from beamq.units import show_bytes
 
 IDENTITY = "identity.json"
 FINAL = "stats.safetensors"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,11 +26,13 @@ from beamq.commands.options import (
     Verbose,
 )
 from beamq.errors import UsageError
+from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from beamq.calib.forward import LayerDone
-    from beamq.calib.stats import CalibrationStats
-    from beamq.console import Screen
+    from beamq.calib.run import LayerDone
+    from beamq.calib.setup import Prepared
+    from beamq.calib.statistics import CalibrationStats
+    from beamq.report.console import Block, Screen
 
 
 def calibrate(
@@ -86,9 +88,8 @@ def calibrate(
             raise UsageError(
                 f"expected SOURCE STATS, found {len(places)} arguments: {' '.join(places)[:100]}"
             )
-        from beamq.calib.layerwise import calibrate as run
-        from beamq.sizes import parse_size, show_seconds
-        from beamq.views.calibration import start_blocks
+        from beamq.calib.calibrate import calibrate as run
+        from beamq.units import parse_size, show_seconds
 
         begun = time.monotonic()
         with screen.progress("calibrating") as advance:
@@ -128,7 +129,7 @@ def calibrate(
 def _merge(screen: Screen, places: list[str], output: Path | None) -> None:
     if output is None:
         raise UsageError("--merge needs --output FILE")
-    from beamq.calib.layerwise import merge_statistics
+    from beamq.calib.calibrate import merge_statistics
 
     begun = time.monotonic()
     stats = merge_statistics(places, output)
@@ -136,9 +137,88 @@ def _merge(screen: Screen, places: list[str], output: Path | None) -> None:
 
 
 def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float) -> None:
-    from beamq.views.calibration import calibrate_blocks, calibrate_data
 
     screen.show(
         lambda: calibrate_data(stats, target, seconds),
         lambda: calibrate_blocks(stats, target, seconds),
     )
+
+
+# What `beamq calibrate` and a calibrating `quantize` say: the data beforehand, coverage after.
+
+
+def start_blocks(prepared: Prepared) -> list[Block]:
+    """What will be run through the model, where, and what that needs."""
+    data, plan = prepared.data, prepared.plan
+    names = ", ".join(source.name for source in data.sources)
+    blocks: list[Block] = [
+        f"Calibrating on {data.samples:,} x {data.sequence_length:,} = {data.tokens:,} tokens of"
+        f" {names} (digest {data.digest[:12]})."
+    ]
+    needs = f"{show_bytes(plan.host_nbytes)} of memory"
+    if plan.device_nbytes:
+        needs = f"{show_bytes(plan.device_nbytes)} of GPU memory and {needs}"
+    slices = f", {plan.slice_experts} experts of a layer at a time" if plan.slice_experts else ""
+    blocks.append(f"The forward pass runs on {prepared.device}{slices}, and needs up to {needs}.")
+    return blocks + [f"Note: {note}." for note in data.notes]
+
+
+def calibrate_data(stats: CalibrationStats, target: Path, seconds: float) -> dict[str, Any]:
+    """The JSON of `beamq calibrate`: command, stats (the file), seconds, model, tokens, experts,
+    percentile, data (one record a data set), dropped_tokens, dropped, coverage."""
+    from beamq.calib.input_scales import coverage
+
+    return {
+        "command": "calibrate",
+        "stats": str(target),
+        "seconds": round(seconds, 3),
+        "model": stats.model_name,
+        "tokens": stats.total_tokens,
+        "experts": stats.experts,
+        "percentile": stats.percentile,
+        "data": list(stats.data),
+        "dropped_tokens": stats.dropped_rows,
+        "dropped": list(stats.dropped_names),
+        "coverage": coverage(stats).to_dict(),
+    }
+
+
+def calibrate_blocks(stats: CalibrationStats, target: Path, seconds: float) -> list[Block]:
+    """The result and the coverage table."""
+
+    from beamq.report.console import Grid
+
+    rows = [
+        ("statistics", str(target)),
+        ("model", stats.model_name),
+        ("inputs", f"{len(stats.inputs):,} of linears and expert layers"),
+        ("tokens", f"{stats.total_tokens:,}"),
+        ("time", show_seconds(seconds)),
+    ]
+    return [Grid(columns=("", ""), rows=tuple(rows)), "", *coverage_blocks(stats)]
+
+
+def coverage_blocks(stats: CalibrationStats) -> list[Block]:
+    """The table of `Coverage.lines`, and which sequences were left out."""
+
+    from beamq.calib.input_scales import coverage, remarks  # NumPy, only where a table is shown
+    from beamq.report.console import Grid
+
+    reached = coverage(stats)
+    rows = tuple(
+        (
+            str(layer.layer),
+            f"{layer.tokens_min:,}",
+            f"{layer.tokens_median:,.0f}",
+            f"{layer.tokens_max:,}",
+            remarks(layer),
+        )
+        for layer in reached.layers
+    )
+    title = (
+        f"{reached.calibrated:,} of {reached.experts:,} experts reached ({reached.percent:.1f}%);"
+        " tokens of each layer's experts:"
+    )
+    columns = ("layer>", "fewest>", "median>", "most>", "experts to look at")
+    blocks: list[Block] = [Grid(columns=columns, rows=rows, title=title)]
+    return blocks + [f"Left out: {name}." for name in stats.dropped_names]

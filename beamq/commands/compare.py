@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from beamq.commands import outcome
 from beamq.commands.options import (
     AsJson,
+    Checkpoint,
     Data,
     Debug,
     Device,
     EvaluationDtype,
     EvaluationLength,
     EvaluationSamples,
+    PartsLength,
+    PartsSamples,
     Quiet,
     Report,
     Seed,
     Source,
     Verbose,
 )
+from beamq.errors import UsageError
 
 if TYPE_CHECKING:
-    from beamq.console import Screen
-    from beamq.eval.comparison import Comparison
+    from beamq.eval.compare.records import Comparison
+    from beamq.eval.compare.sensitivity import Choice, Sensitivity
+    from beamq.report.console import Block, Grid, Screen
+    from beamq.report.tables import Table
 
 
 def compare(
@@ -67,10 +74,8 @@ def compare(
     """
 
     def body(screen: Screen) -> int:
-        from beamq.eval.compare import compare as run
-        from beamq.eval.report import write_cards, write_report
-        from beamq.eval.report_files import check_report_folder
-        from beamq.views.compare import compare_blocks, compare_data
+        from beamq.eval.compare.compare import compare as run
+        from beamq.report.files import check_report_folder, write_cards, write_report
 
         if report is not None:
             check_report_folder(report)
@@ -106,3 +111,232 @@ def compare(
         return 0 if found.safe else 1
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+# `beamq sensitivity`: options in, one call into the library, tables, a recipe and a report out.
+
+
+def sensitivity(
+    source: Source,
+    checkpoint: Checkpoint,
+    data: Data = None,
+    samples: PartsSamples = None,
+    sequence_length: PartsLength = None,
+    seed: Seed = None,
+    exclude_worst: Annotated[
+        int | None,
+        typer.Option("--exclude-worst", metavar="N", help="Leave the N costliest parts precise."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", metavar="X", help="As few as bring the predicted KL to X nats."),
+    ] = None,
+    target_bits: Annotated[
+        float | None,
+        typer.Option("--target-bits", metavar="B", help="As many as B bits a weight allow."),
+    ] = None,
+    write_recipe: Annotated[
+        Path | None,
+        typer.Option("--write-recipe", metavar="FILE", help="Write that choice as a recipe."),
+    ] = None,
+    report: Report = None,
+    dtype: EvaluationDtype = None,
+    device: Device = "auto",
+    gemm: Annotated[
+        str, typer.Option("--gemm", help="How to multiply (weights-only: activations unquantized).")
+    ] = "reference",
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """What each quantized part costs on its own, and which to leave precise.
+
+    CHECKPOINT is a quantized Beam made from SOURCE. Each part (a layer's experts, dense MLP or
+    attention) takes the source's place alone, all in one pass over few rows of text.
+    """
+
+    def body(screen: Screen) -> None:
+        from beamq.eval.compare.sensitivity import choose
+        from beamq.eval.compare.sensitivity import sensitivity as run
+        from beamq.report.files import check_new_file, check_report_folder, write_sensitivity
+
+        options = (exclude_worst, max_kl, target_bits)
+        if sum(option is not None for option in options) > 1:
+            raise UsageError("give one of --exclude-worst, --max-kl and --target-bits")
+        if write_recipe is not None and all(option is None for option in options):
+            raise UsageError(
+                "--write-recipe needs --exclude-worst, --max-kl or --target-bits to choose by"
+            )
+        if write_recipe is not None and write_recipe.suffix not in (".yaml", ".yml"):
+            raise UsageError(f"--write-recipe {write_recipe}: a recipe's name ends in .yaml")
+        if write_recipe is not None:
+            check_new_file(write_recipe, "--write-recipe")
+        if report is not None:
+            check_report_folder(report)
+        with screen.progress("measuring") as advance:
+            found = run(
+                source,
+                checkpoint,
+                data=data or (),
+                samples=samples,
+                sequence_length=sequence_length,
+                seed=seed or 0,
+                dtype=None if dtype is None else dtype.value,
+                device=device,
+                gemm=gemm,
+                on_start=lambda: screen.say(
+                    f"Running the parts of {checkpoint} one by one in {source} ..."
+                ),
+                progress=advance,
+            )
+        choice = choose(found, exclude_worst=exclude_worst, max_kl=max_kl, target_bits=target_bits)
+        written = None
+        if write_recipe is not None and choice is not None:
+            written = _write(found, choice, write_recipe)
+        page = None if report is None else write_sensitivity(found, choice, report)
+        screen.show(
+            lambda: sensitivity_data(found, choice, written, page),
+            lambda: sensitivity_blocks(found, choice, written, page, verbose=verbose),
+        )
+
+    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+def _write(found: Sensitivity, choice: Choice, path: Path) -> Path:
+    from beamq.eval.compare.sensitivity import recipe_yaml, sparing_recipe
+    from beamq.io.shard_writer import write_file
+
+    text = recipe_yaml(sparing_recipe(found, choice))
+    write_file(path.expanduser(), text.encode(), resumable=False)
+    return path
+
+
+# What `beamq compare` says: verdicts, figures side by side, layers that hurt, memory.
+
+ABREAST = 2  # candidates that fit 80 columns side by side
+LAYERS, LINEARS = 5, 5
+ALL_LINEARS = 20
+NAME_WIDTH = 17
+
+
+def compare_data(comparison: Comparison, report: Path | None) -> dict[str, Any]:
+    """The JSON of `beamq compare`: command, report (path of the HTML, or null), and all that
+    report.json has (docs/report-schema.md)."""
+    return {
+        "command": "compare",
+        "report": None if report is None else str(report),
+        **comparison.to_dict(),
+    }
+
+
+def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool) -> list[Block]:
+    """The same as text: verdicts first, then what they rest on; `verbose` leaves nothing out."""
+
+    from beamq.eval.compare.verdict import CAVEAT
+    from beamq.report import tables
+
+    blocks: list[Block] = []
+    for candidate in comparison.candidates:
+        blocks += [f"{candidate.member.name}: {candidate.verdict.headline}"]
+        blocks += [candidate.verdict.text]
+        blocks += [f"Note: {note}." for note in candidate.notes]
+        blocks.append("")
+    blocks += [*_tables(comparison, verbose=verbose), tables.text_line(comparison)]
+    blocks += [f"Note: {note}." for note in comparison.data["notes"]]
+    blocks.append(CAVEAT)
+    if report is not None:
+        blocks += ["", f"Report: {report}"]
+    return blocks
+
+
+def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
+    from beamq.report import tables
+
+    candidates = comparison.candidates
+    for start in range(0, len(candidates), ABREAST):
+        yield _grid(tables.summary(comparison.source, candidates[start : start + ABREAST]))
+        yield ""
+    for candidate in candidates:
+        yield _grid(tables.damage(candidate, None if verbose else LAYERS))
+        yield ""
+        worst = tables.linears(candidate, ALL_LINEARS if verbose else LINEARS)
+        if worst.rows:
+            yield _grid(worst)
+            yield ""
+    found = [tables.sizes(comparison), tables.newly_fitting(comparison)]
+    for table in [*found, tables.per_gpu(comparison)] if verbose else found:
+        if table.rows:
+            yield _grid(table)
+            yield ""
+
+
+def _grid(table: Table) -> Grid:
+    from beamq.report.console import Grid
+
+    return Grid(
+        title=table.title,
+        columns=tuple(_short(name) for name in table.columns),
+        rows=tuple(tuple(_short(cell, 28) for cell in row) for row in table.rows),
+    )
+
+
+def _short(text: str, width: int = NAME_WIDTH) -> str:
+    """Names are as long as their folders' owners liked; a table has 80 columns."""
+    mark = ">" if text.endswith(">") else ""
+    bare = text.removesuffix(">")
+    return text if len(bare) <= width else f"{bare[: width - 3]}...{mark}"
+
+
+# What `beamq sensitivity` says: what each part costs alone, and what leaving some precise buys.
+
+SHOWN_PARTS = 12
+
+
+def sensitivity_data(
+    found: Sensitivity, choice: Choice | None, recipe: Path | None, report: Path | None
+) -> dict[str, Any]:
+    """The JSON of `beamq sensitivity`: command, written files (or null), the choice (or null), and
+    all that was measured."""
+    return {
+        "command": "sensitivity",
+        "report": None if report is None else str(report),
+        "recipe_file": None if recipe is None else str(recipe),
+        "choice": None if choice is None else choice.to_dict(),
+        **found.to_dict(),
+    }
+
+
+def sensitivity_blocks(
+    found: Sensitivity,
+    choice: Choice | None,
+    recipe: Path | None,
+    report: Path | None,
+    *,
+    verbose: bool,
+) -> list[Block]:
+    """The same as text."""
+
+    from beamq.report.console import Command
+    from beamq.report.files import NOTE, choice_line, curve_table, headline, parts_table, text_line
+
+    blocks: list[Block] = [headline(found), text_line(found)]
+    blocks += [f"Note: {note}." for note in found.data["notes"]]
+    blocks += ["", _sensitivity_grid(parts_table(found, None if verbose else SHOWN_PARTS))]
+    hidden = len(found.parts) - SHOWN_PARTS
+    if hidden > 0 and not verbose:
+        blocks.append(f"and {hidden} more; -v shows all")
+    blocks += [NOTE, "", _sensitivity_grid(curve_table(found)), ""]
+    if choice is not None:
+        blocks.append(choice_line(choice))
+    if recipe is not None:
+        blocks += [f"Recipe: {recipe}", Command(f"beamq quantize SOURCE OUTPUT --recipe {recipe}")]
+    if report is not None:
+        blocks.append(f"Report: {report}")
+    return blocks
+
+
+def _sensitivity_grid(table: Table) -> Grid:
+    from beamq.report.console import Grid
+
+    return Grid(title=table.title, columns=table.columns, rows=table.rows)

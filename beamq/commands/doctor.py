@@ -2,24 +2,253 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from importlib import metadata, util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from beamq.commands import outcome
 from beamq.commands.options import AsJson, Debug
+from beamq.units import show_bytes
+from beamq.version import __version__
 
 if TYPE_CHECKING:
-    from beamq.console import Screen
+    from beamq.report.console import Block, Screen
 
 
 def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
     """What this machine offers and what is missing."""
 
     def body(screen: Screen) -> None:
-        from beamq.views.doctor import doctor_blocks, doctor_data
 
         data = doctor_data()
         screen.show(lambda: data, lambda: doctor_blocks(data))
 
     raise typer.Exit(outcome.run(body, as_json=as_json, debug=debug))
+
+
+# What `beamq doctor` says: what this machine offers, what is missing, and what that rules out.
+#
+# Looks only: nothing is installed, downloaded or written, and a machine without GPUs is a fine
+# machine. A missing package is no fault as long as nobody asks for what it does.
+
+PACKAGES = (
+    ("torch", "forward pass, calibration, kernels where the compiled ones are missing"),
+    ("numpy", "conversion"),
+    ("transformers", "the tokenizer, for calibration text"),
+    ("nvidia-modelopt", "second opinion on NVFP4 in `verify`"),
+    ("compressed-tensors", "schema check and second opinion on FP8 in `verify`"),
+    ("llmcompressor", "reference for calibrated recipes"),
+    ("huggingface_hub", "models from and to the Hub"),
+    ("safetensors", "reading models through transformers"),
+    ("xxhash", "fast checksums (SHA-256 without it)"),
+    ("triton", "GPU kernels"),
+    ("quack-kernels", "optional: NVFP4 on sm_120; its nvidia-cutlass-dsl is proprietary"),
+)
+
+
+def doctor_data() -> dict[str, Any]:
+    """The JSON of `beamq doctor`.
+
+    command, beamq, python, platform; cpu {cores, usable, workers}; memory {total_bytes,
+    available_bytes}; kernels {cpu: "c", "torch" or null, fault}; packages {name: version or null};
+    gpus [{name, bytes, capability, fp8, fp4}], gpu_note; gemm (as `beamq.model.gemm.select.probe`,
+    null without torch); disks [{folder, free_bytes}]; hints.
+    """
+
+    from beamq.convert.limits import default_workers
+
+    packages = {name: _version(name) for name, _ in PACKAGES}
+    backend, fault = _cpu_kernels()
+    gpus, gpu_note = _gpus()
+    data: dict[str, Any] = {
+        "command": "doctor",
+        "beamq": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": {"cores": os.cpu_count(), "usable": _usable_cores(), "workers": default_workers()},
+        "memory": _memory(),
+        "kernels": {"cpu": backend, "fault": fault},
+        "packages": packages,
+        "gpus": gpus,
+        "gpu_note": gpu_note,
+        "gemm": _gemm(),
+        "disks": _disks(),
+    }
+    data["hints"] = _hints(data)
+    return data
+
+
+def doctor_blocks(data: dict[str, Any]) -> list[Block]:
+    """The same as tables, hints last."""
+
+    from beamq.report.console import Grid
+
+    memory = data["memory"]
+    machine = [
+        ("beamq", f"{data['beamq']}, Python {data['python']}, {data['platform']}"),
+        ("cores", f"{data['cpu']['usable']} usable of {data['cpu']['cores']}"),
+        ("memory", " of ".join(
+            show_bytes(memory[key]) + word
+            for key, word in (("available_bytes", " available"), ("total_bytes", ""))
+            if memory[key] is not None
+        )),
+        ("CPU kernels", data["kernels"]["cpu"] or f"none: {data['kernels']['fault']}"),
+    ]  # fmt: skip
+    machine += [
+        ("GPU", f"{gpu['name']}, {show_bytes(gpu['bytes'])}, {_units(gpu)}") for gpu in data["gpus"]
+    ]
+    if not data["gpus"]:
+        machine.append(("GPU", data["gpu_note"]))
+    machine += [
+        ("disk", f"{show_bytes(disk['free_bytes'])} free in {disk['folder']}")
+        for disk in data["disks"]
+    ]
+    packages = tuple(
+        (name, data["packages"][name] or "not installed", purpose) for name, purpose in PACKAGES
+    )
+    blocks: list[Block] = [
+        Grid(columns=("", ""), rows=tuple(machine)),
+        "",
+        Grid(columns=("package", "version", "for"), rows=packages),
+        "",
+        *_gemm_blocks(data["gemm"]),
+    ]
+    blocks += [f"Hint: {hint}." for hint in data["hints"]] or ["Nothing is missing."]
+    return blocks
+
+
+def _units(gpu: dict[str, Any]) -> str:
+    units = [name for name in ("fp8", "fp4") if gpu[name]]
+    return f"{' and '.join(units).upper()} units" if units else "no FP8 or FP4 units"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> dict[str, int | None]:
+    found: dict[str, int] = {}
+    # Where it is not Linux there is no such file, and nothing is known; that is told as such.
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            key, _, rest = line.partition(":")
+            if rest.split()[1:] == ["kB"]:
+                found[key] = int(rest.split()[0]) * 1024
+    return {"total_bytes": found.get("MemTotal"), "available_bytes": found.get("MemAvailable")}
+
+
+def _cpu_kernels() -> tuple[str | None, str | None]:
+    """Which kernels conversion would use, or why there are none."""
+    try:
+        from beamq.formats.kernels import cpu
+    except Exception as fault:  # whatever it is, it is what the user came to learn
+        return None, f"{type(fault).__name__}: {str(fault)[:200]}"
+    return cpu.BACKEND, None
+
+
+def _gpus() -> tuple[list[dict[str, Any]], str]:
+    """NVIDIA GPUs as torch sees them; a broken driver is a finding, not a failure."""
+    if util.find_spec("torch") is None:
+        return [], "unknown: torch is not installed"
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found = [torch.cuda.get_device_properties(index) for index in range(count)]
+    except Exception as fault:
+        return [], f"unknown: {type(fault).__name__}: {str(fault)[:200]}"
+    gpus = [
+        {
+            "name": gpu.name,
+            "bytes": gpu.total_memory,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "fp8": (gpu.major, gpu.minor) >= (8, 9),
+            "fp4": gpu.major >= 10,
+        }
+        for gpu in found
+    ]
+    built = getattr(torch.version, "cuda", None)
+    return gpus, f"none (torch built for {f'CUDA {built}' if built else 'CPU only'})"
+
+
+def _gemm() -> dict[str, Any] | None:
+    """Which GEMM each op of the forward pass would run on, checked now if it never was."""
+    if util.find_spec("torch") is None:
+        return None
+    from beamq.model.gemm.select import probe  # imports torch
+
+    return probe()
+
+
+def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
+    """A table for each kind of device; devices that are alike share one."""
+
+    from beamq.report.console import Grid
+
+    if gemm is None:
+        return []
+    blocks: list[Block] = []
+    told: set[str] = set()
+    for device in gemm["devices"]:
+        if device["name"] in told:
+            continue
+        told.add(device["name"])
+        rows = tuple(
+            (
+                op["op"] if number == 0 else "",
+                entry["backend"] + (" *" if entry["backend"] == op["choice"] else ""),
+                "" if entry["ms"] is None else f"{entry['ms']:.2f}",
+                "" if entry["error"] is None else f"{entry['error']:.1e}",
+                "usable" if entry["usable"] else entry["reason"],
+            )
+            for op in device["ops"]
+            for number, entry in enumerate(op["backends"])
+        )
+        columns = ("GEMM", "back end", "ms", "error", "")
+        blocks += [f"On {device['name']} (* is what runs)", Grid(columns=columns, rows=rows), ""]
+    return [*blocks, f"{gemm['note']}.", ""]
+
+
+def _disks() -> list[dict[str, Any]]:
+    folders = dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
+    return [{"folder": folder, "free_bytes": shutil.disk_usage(folder).free} for folder in folders]
+
+
+def _hints(data: dict[str, Any]) -> list[str]:
+    hints = []
+    if data["kernels"]["cpu"] == "torch":
+        hints.append(
+            "the compiled CPU kernels are missing, conversion on CPU is some fifty times slower;"
+            " install a C compiler, then reinstall beamq"
+        )
+    if data["kernels"]["cpu"] is None:
+        hints.append("no CPU kernels: install a C compiler and reinstall beamq, or install torch")
+    wanted = {
+        "triton": bool(data["gpus"]),
+        "quack-kernels": any(gpu["capability"] in ("12.0", "12.1") for gpu in data["gpus"]),
+    }
+    missing = [
+        name for name, version in data["packages"].items() if not version and wanted.get(name, True)
+    ]
+    if missing:
+        hints.append(f"not installed: {', '.join(missing)}; see the table for what needs them")
+    if data["gpus"] and not any(gpu["fp8"] for gpu in data["gpus"]):
+        hints.append("these GPUs convert and calibrate, but cannot serve FP8 or NVFP4 natively")
+    if sys.platform != "linux":
+        hints.append("only Linux is tested")
+    return hints

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from beamq.recipe import BUILT_IN
+from beamq.plan.recipe import BUILT_IN
 
 
 class KvCache(StrEnum):

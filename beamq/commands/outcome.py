@@ -32,7 +32,7 @@ from beamq.errors import (
 from beamq.ranks import rank_here
 
 if TYPE_CHECKING:
-    from beamq.console import Screen
+    from beamq.report.console import Screen
 
 TERMINAL_WIDTH = 80
 Body = Callable[["Screen"], int | None]
@@ -41,7 +41,7 @@ Body = Callable[["Screen"], int | None]
 def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> int:
     """Run a command's body, which may return an exit code of its own (0 or 1)."""
     try:
-        from beamq.console import Screen  # rich
+        from beamq.report.console import Screen  # rich
 
         return body(Screen(as_json=as_json, quiet=quiet)) or 0
     except (Exception, KeyboardInterrupt) as raised:

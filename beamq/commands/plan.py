@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,9 +24,14 @@ from beamq.commands.options import (
     Verbose,
     Workers,
 )
+from beamq.units import show_bytes, show_count
+from beamq.version import __version__
 
 if TYPE_CHECKING:
-    from beamq.console import Screen
+    from beamq.beam.tensors import Role
+    from beamq.plan.layout import Unit
+    from beamq.plan.plan import Exclusion, Plan
+    from beamq.report.console import Block, Grid, Screen
 
 
 def plan(
@@ -58,12 +65,11 @@ def plan(
     """Sizes, memory, disk and what fits where, from headers."""
 
     def body(screen: Screen) -> None:
-        from beamq.conversion.limits import check_cache, default_workers
-        from beamq.machines import parse_gpu
-        from beamq.plan import make_plan
-        from beamq.sizes import parse_size
-        from beamq.views.plan import needs_data, needs_text, plan_blocks, plan_data
-        from beamq.views.serving import ServingView
+        from beamq.convert.limits import check_cache, default_workers
+        from beamq.plan.plan import make_plan
+        from beamq.plan.serving import parse_gpu
+        from beamq.report.serving import ServingView
+        from beamq.units import parse_size
 
         machine, count = parse_gpu(gpu) if gpu is not None else (None, None)
         memory = parse_size(max_host_memory, "--max-host-memory")
@@ -95,3 +101,281 @@ def plan(
         )
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+# What `beamq plan` and `beamq quantize` say about a plan, as plain data and as text.
+#
+# `plan_data` is the stable JSON of `beamq plan --json`; its docstring lists the keys. The tables
+# are made from the same numbers. `views.serving` holds the part about GPUs.
+
+FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8"}
+_SHOWN_MODULES = 2
+
+
+@dataclass(slots=True)
+class RoleSum:
+    """Tensors of one role, before and after."""
+
+    role: Role
+    tensors: int = 0
+    parameters: int = 0
+    source_nbytes: int = 0
+    output_nbytes: int = 0
+    becomes: set[str] = field(default_factory=set)
+
+    @property
+    def label(self) -> str:
+        """`NVFP4`, `BF16`, or both where exclusions split a role."""
+        return " + ".join(sorted(self.becomes, reverse=True))
+
+
+def role_sums(plan: Plan) -> list[RoleSum]:
+    """Sums by role, in the order of `Role`, of the roles that the source has."""
+
+    from beamq.beam.tensors import PRECISE_FP32, Role
+
+    sums = {role: RoleSum(role) for role in Role}
+    for job in plan.jobs:
+        for member in job.members:
+            role = member.role.role
+            if member.source.spec.name == "lm_head.weight":
+                role = Role.HEAD
+            entry = sums[role]
+            entry.tensors += 1
+            entry.source_nbytes += member.source.nbytes
+            for tensor in member.outputs:
+                entry.output_nbytes += tensor.nbytes
+            if job.kind in FORMAT_NAMES:
+                entry.becomes.add(FORMAT_NAMES[job.kind])
+            elif role is Role.EXTRA:
+                entry.becomes.add("as it is")
+            else:
+                entry.becomes.add("FP32" if role in PRECISE_FP32 else "BF16")
+    for role, entry in sums.items():
+        entry.parameters = plan.parameters[role.value]
+    return [entry for entry in sums.values() if entry.tensors]
+
+
+def plan_data(plan: Plan, source: str) -> dict[str, Any]:
+    """The plan's part of the JSON of `plan` and of `quantize --dry-run`.
+
+    beamq, source, digest (of the plan), recipe (as its YAML);
+    parameters {total, quantized, share_quantized}; bits_per_weight;
+    bytes {source, tensors, files}: source tensors, output tensors, output files with headers and
+    companions; tensors {source, output}; shards;
+    roles [{role, tensors, parameters, source_bytes, becomes, output_bytes}];
+    exclusions [{pattern, matched, would_quantize, left_precise, widened}]; dropped; notes.
+    """
+    return {
+        "beamq": __version__,
+        "source": source,
+        "digest": plan.digest(),
+        "recipe": plan.recipe.to_dict(),
+        "parameters": {
+            "total": plan.total_parameters,
+            "quantized": plan.quantized_parameters,
+            "share_quantized": round(plan.quantized_parameters / plan.total_parameters, 6),
+        },
+        "bits_per_weight": round(plan.bits_per_weight, 4),
+        "bytes": {
+            "source": plan.source_nbytes,
+            "tensors": plan.tensor_nbytes,
+            "files": plan.output_nbytes,
+        },
+        "tensors": {
+            "source": len({m.source.spec.name for job in plan.jobs for m in job.members})
+            + len(plan.dropped),
+            "output": sum(len(shard.tensors) for shard in plan.shards),
+        },
+        "shards": len(plan.shards),
+        "roles": [
+            {
+                "role": entry.role.value,
+                "tensors": entry.tensors,
+                "parameters": entry.parameters,
+                "source_bytes": entry.source_nbytes,
+                "becomes": sorted(entry.becomes),
+                "output_bytes": entry.output_nbytes,
+            }
+            for entry in role_sums(plan)
+        ],
+        "exclusions": [
+            {
+                "pattern": exclusion.pattern,
+                "matched": list(exclusion.matched),
+                "would_quantize": exclusion.would_quantize,
+                "left_precise": [f"layer {layer} {role.value}" for layer, role in exclusion.units],
+                "widened": exclusion.widened,
+            }
+            for exclusion in plan.exclusions
+        ],
+        "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
+        "notes": list(plan.notes),
+    }
+
+
+def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
+    """The plan as text: what becomes what, exclusions, totals, notes."""
+    recipe = plan.recipe
+    blocks: list[Block] = [f"Recipe {recipe.name}: {recipe.summary}"]
+    if recipe.kv_cache == "fp8":
+        blocks.append("KV cache: the FP8 scheme is declared in the configs, without scale tensors.")
+    blocks += ["", _role_table(plan), "", _totals(plan)]
+    if plan.exclusions:
+        blocks += ["", *_exclusion_blocks(plan.exclusions, verbose=verbose), ""]
+    blocks += [f"Note: {note}." for note in plan.notes]
+    if plan.dropped:
+        names = [name for name, _ in plan.dropped]
+        blocks.append(f"Left out: {_few(names, verbose=verbose)} ({plan.dropped[0][1]}).")
+    return blocks
+
+
+def needs_data(
+    plan: Plan, folder: Path, *, workers: int, memory: int, cache: int
+) -> dict[str, Any]:
+    """What a run will take: disk_bytes, disk_free_bytes where `folder` is or will be,
+    host_memory_bytes (buffers, without the interpreter) and workers.
+
+    hub: null for a folder; else fetch_bytes (shards fetched twice counted twice), cache_bytes
+    (shards on disk at a time, part of disk_bytes) and least_cache_bytes (what --cache-budget must
+    be at least).
+    """
+
+    from beamq.convert.limits import predicted_host_nbytes
+    from beamq.convert.output import disk_nbytes, free_nbytes
+
+    return {
+        "disk_bytes": disk_nbytes(plan, cache),
+        "disk_free_bytes": free_nbytes(folder.expanduser()),
+        "host_memory_bytes": predicted_host_nbytes(plan, workers, memory),
+        "workers": workers,
+        "hub": _hub_needs(plan, cache) if plan.remote_shards else None,
+    }
+
+
+def _hub_needs(plan: Plan, cache: int) -> dict[str, int]:
+    from beamq.convert.output import fetched_nbytes
+    from beamq.io.shard_cache import largest_job, traffic_nbytes
+
+    remote = plan.remote_shards
+    jobs = [job.files.intersection(remote) for job in plan.jobs]
+    return {
+        "fetch_bytes": traffic_nbytes(jobs, remote, cache),
+        "cache_bytes": fetched_nbytes(plan, cache),
+        "least_cache_bytes": largest_job(jobs, remote)[0],
+    }
+
+
+def needs_text(needs: dict[str, Any]) -> str:
+    """The same as a sentence."""
+    threads = f"{needs['workers']} worker{'' if needs['workers'] == 1 else 's'}"
+    short = "" if needs["disk_bytes"] <= needs["disk_free_bytes"] else ": too little"
+    text = (
+        f"Converting needs {show_bytes(needs['disk_bytes'])} of disk"
+        f" ({show_bytes(needs['disk_free_bytes'])} free here{short}) and at most"
+        f" {show_bytes(needs['host_memory_bytes'])} of buffers for {threads}."
+    )
+    hub = needs["hub"]
+    if hub is not None:
+        text += (
+            f" Of the disk, {show_bytes(hub['cache_bytes'])} are for shards on their way through"
+            f" (at least {show_bytes(hub['least_cache_bytes'])}); {show_bytes(hub['fetch_bytes'])}"
+            " are fetched in all."
+        )
+    return text
+
+
+def _role_table(plan: Plan) -> Grid:
+    from beamq.report.console import Grid
+
+    rows = []
+    for entry in role_sums(plan):
+        rows.append(
+            (
+                entry.role.value,
+                show_count(entry.parameters),
+                f"{entry.parameters / plan.total_parameters:.1%}",
+                show_bytes(entry.source_nbytes),
+                entry.label,
+                show_bytes(entry.output_nbytes),
+                _bits(entry.output_nbytes, entry.parameters),
+            )
+        )
+    rows.append(
+        (
+            "total",
+            show_count(plan.total_parameters),
+            "100.0%",
+            show_bytes(plan.source_nbytes),
+            "",
+            show_bytes(plan.tensor_nbytes),
+            f"{plan.bits_per_weight:.2f}",
+        )
+    )
+    return Grid(
+        columns=("part", "parameters>", "share>", "source>", "becomes", "output>", "bits>"),
+        rows=tuple(rows),
+    )
+
+
+def _bits(nbytes: int, parameters: int) -> str:
+    return f"{8 * nbytes / parameters:.2f}" if parameters else ""
+
+
+def _totals(plan: Plan) -> str:
+    share = plan.quantized_parameters / plan.total_parameters
+    ratio = plan.source_nbytes / plan.tensor_nbytes
+    shards = f"{len(plan.shards)} shard{'s' if len(plan.shards) > 1 else ''}"
+    return (
+        f"{share:.1%} of the weights are quantized; {plan.bits_per_weight:.2f} bits a weight;"
+        f" {ratio:.2f} times smaller; {shards}."
+    )
+
+
+def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list[Block]:
+    """What each pattern matched and did, then the modules by name."""
+
+    from beamq.report.console import Grid
+
+    rows = []
+    names: list[Block] = []
+    for exclusion in exclusions:
+        if not exclusion.units:
+            left, note = "nothing new", "precise under this recipe anyway"
+        else:
+            left, note = describe_units(exclusion.units), ""
+            if exclusion.widened:
+                note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
+        rows.append((exclusion.pattern, f"{len(exclusion.matched):,}", left, note))
+        names.append(f"{exclusion.pattern} matches {_few(exclusion.matched, verbose=verbose)}")
+    columns = ("exclude", "modules>", "left precise", "note")
+    return [Grid(columns=columns, rows=tuple(rows)), *names]
+
+
+def describe_units(units: Iterable[Unit]) -> str:
+    """`expert of layers 3-5, 7; attention of layer 0`."""
+    by_role: dict[Role, list[int]] = {}
+    for layer, role in sorted(units):
+        by_role.setdefault(role, []).append(layer)
+    return "; ".join(
+        f"{role.value} of layer{'s' if len(layers) > 1 else ''} {_ranges(layers)}"
+        for role, layers in by_role.items()
+    )
+
+
+def _ranges(layers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _few(names: Iterable[str], *, verbose: bool) -> str:
+    listed = list(names)
+    if verbose or len(listed) <= _SHOWN_MODULES + 1:
+        return ", ".join(listed)
+    shown = ", ".join(listed[:_SHOWN_MODULES])
+    return f"{shown}, ... {listed[-1]}"

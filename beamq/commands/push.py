@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from beamq.commands import outcome
 from beamq.commands.options import AsJson, Checkpoint, Debug, Quiet
-from beamq.errors import UsageError
+from beamq.errors import UsageError, counted
+from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from beamq.console import Screen
+    from beamq.publish import PushResult
+    from beamq.report.console import Block, Screen
 
 
 def push(
@@ -39,9 +41,8 @@ def push(
     """
 
     def body(screen: Screen) -> None:
-        from beamq.hub.push import push as send
+        from beamq.publish import push as send
         from beamq.ranks import current_ranks
-        from beamq.views.push import push_blocks, push_data
 
         started = current_ranks().world
         if started > 1:
@@ -60,3 +61,58 @@ def push(
         screen.show(lambda: push_data(result), lambda: push_blocks(result))
 
     raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+# What `beamq push` says, as JSON and as text.
+
+
+def push_data(result: PushResult) -> dict[str, Any]:
+    """The JSON of `beamq push`: command, repo, revision, private, dry_run, files [{path, bytes,
+    last}] in the order sent, bytes, withdrawn (old index and configs deleted first), commit, url,
+    seconds."""
+    return {
+        "command": "push",
+        "repo": result.repo,
+        "revision": result.revision,
+        "private": result.private,
+        "dry_run": result.dry_run,
+        "files": [
+            {"path": file.path, "bytes": file.nbytes, "last": file.last} for file in result.files
+        ],
+        "bytes": result.nbytes,
+        "withdrawn": list(result.withdrawn),
+        "commit": result.commit,
+        "url": result.url,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def push_blocks(result: PushResult) -> list[Block]:
+    """The files of a dry run; what was sent otherwise."""
+
+    from beamq.report.console import Grid
+
+    total = f"{counted(len(result.files), 'file')}, {show_bytes(result.nbytes)}"
+    if result.dry_run:
+        files = tuple(
+            (file.path, show_bytes(file.nbytes), "last" if file.last else "")
+            for file in result.files
+        )
+        where = f"{result.repo}, branch {result.revision}"
+        return [
+            Grid(columns=("file", "size>", "order"), rows=files),
+            "",
+            f"Dry run: {total} would go to {where}; nothing was sent.",
+        ]
+    rows = (
+        ("repository", f"{result.repo}{' (private)' if result.private else ''}"),
+        ("branch", result.revision),
+        ("commit", str(result.commit)),
+        ("sent and checked", total),
+        ("time", show_seconds(result.seconds)),
+        ("address", str(result.url)),
+    )
+    blocks: list[Block] = [Grid(columns=("", ""), rows=rows)]
+    if result.withdrawn:
+        blocks += ["", f"Replaced: {', '.join(result.withdrawn)}, deleted before the weights."]
+    return blocks

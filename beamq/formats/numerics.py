@@ -13,6 +13,8 @@ value that rounds to zero keeps its sign in E2M1 only if it was not itself a zer
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -65,3 +67,28 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     # copysign: a NaN has lost its magnitude, not its sign bit, and the kernels keep that.
     top = torch.copysign(torch.full_like(x, E4M3_MAX), x)
     return torch.where(x.isnan(), top, x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
+
+
+# Safetensors dtype names as torch dtypes, and bytes as tensors; the one place that maps them.
+
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def tensor_from_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor over a writable buffer, shared, not copied. `dtype` is a safetensors name."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).reshape(shape)

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from beamq.config import BeamConfig
+from beamq import devices
+from beamq.beam.config import BeamConfig
 from beamq.errors import UsageError
-from beamq.model import gpu_support
-from beamq.model.linear import Gemm, LinearWeight
-from beamq.model.observe import Observer
+from beamq.model.gemm.reference import Gemm, LinearWeight
+from beamq.model.observers import Observer
 
 QUERY_SCALE_SPAN = 2048  # scalable softmax of the full layers: (1 + (p + 1) / 2048) ** 0.1
 QUERY_SCALE_POWER = 0.1
@@ -182,10 +182,10 @@ def _gated(
 ) -> torch.Tensor:
     """Everything between the two projections: [T, (2 heads + 2 kv) D] -> [T, heads D]."""
     heads, kv, d = config.num_heads, config.num_kv_heads, config.head_dim
-    if gpu_support.serves(fused_TN) and d in (16, 32, 64, 128):
-        from beamq.model import gpu_attention  # Triton
+    if devices.serves(fused_TN) and d in (16, 32, 64, 128):
+        from beamq.model import triton_attention  # Triton
 
-        return gpu_attention.gated_attention(
+        return triton_attention.gated_attention(
             fused_TN,
             weights.q_norm,
             weights.k_norm,

@@ -15,19 +15,17 @@ from pathlib import Path
 
 import torch
 
-from beamq.checkpoint import Checkpoint, open_checkpoint
-from beamq.config import BeamConfig
-from beamq.device_names import check_device_name
+from beamq.beam.config import BeamConfig
+from beamq.devices import check_device_name
 from beamq.errors import DeviceError, UsageError
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.model.attention import SequenceLayout
-from beamq.model.beam import head_logits
-from beamq.model.layer_stream import LayerStream
-from beamq.model.linear import Gemm, gemm_backend
-from beamq.model.load import LayerLoader
-from beamq.model.memory import experts_per_slice
-from beamq.model.observe import Observer
-from beamq.model.run import run_layers
-from beamq.model.states import Batch
+from beamq.model.forward import Batch, run_layers
+from beamq.model.gemm.reference import Gemm
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import head_logits
+from beamq.model.loader import LayerLoader, LayerStream, experts_per_slice
+from beamq.model.observers import Observer
 
 BATCH_TOKENS = 16_384
 

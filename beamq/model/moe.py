@@ -23,12 +23,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from beamq.config import BeamConfig
-from beamq.model import gpu_support
-from beamq.model.activation import CHUNK_ELEMENTS, swiglu
-from beamq.model.expert_rows import expert_rows, part_of
-from beamq.model.linear import Gemm, LinearWeight
-from beamq.model.observe import Observer
+from beamq import devices
+from beamq.beam.config import BeamConfig
+from beamq.model.gemm.products import CHUNK_ELEMENTS, expert_rows, part_of, swiglu
+from beamq.model.gemm.reference import Gemm, LinearWeight
+from beamq.model.observers import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +196,10 @@ def _accumulate(
 
     The j-th rows of all tokens are distinct tokens, so each step is free of collisions.
     """
-    if gpu_support.serves(y_SK):
-        from beamq.model import gpu_layer  # Triton
+    if devices.serves(y_SK):
+        from beamq.model import triton_layer  # Triton
 
-        gpu_layer.add_experts(sum_TK, y_SK, plan.row_Tk, plan.weight_S, low, high)
+        triton_layer.add_experts(sum_TK, y_SK, plan.row_Tk, plan.weight_S, low, high)
         return
     whole = high - low == plan.row_Tk.numel()
     step = max(1, CHUNK_ELEMENTS // y_SK.shape[1])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamq.conversion.output_folder import MANIFEST_NAME
+from beamq.io.manifest import MANIFEST_NAME
 from tests.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

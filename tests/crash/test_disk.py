@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from beamq.conversion import output_folder
-from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import Progress
+from beamq.convert import output as output_folder
+from beamq.convert.quantize import quantize
+from beamq.convert.run import Progress
 from beamq.errors import CheckpointError, DiskError
-from beamq.open_files import OpenFiles
+from beamq.io.files import OpenFiles
 from tests.crash.conftest import Reference
 from tests.crash.harness import (
     Ended,

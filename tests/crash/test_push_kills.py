@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hub_server import Fault, HubServer, environment
 
-from beamq.hub.push import LAST_NAMES, push
+from beamq.publish import LAST_NAMES, push
 from tests.e2e.test_push import REPO, hub, output, sent, there  # noqa: F401
 
 STAGES = {
@@ -33,7 +33,7 @@ def test_a_push_that_is_killed(
 ) -> None:
     stalled = Fault(fault.method, fault.path, times=99, wait=30, skip=fault.skip)
     hub.faults.append(stalled)
-    code = "import sys; from beamq.hub.push import push; push(sys.argv[1], sys.argv[2])"
+    code = "import sys; from beamq.publish import push; push(sys.argv[1], sys.argv[2])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(output), REPO], env=environment(hub, tmp_path / "hf")
     )

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from beamq.checkpoint import open_checkpoint
-from beamq.memory import model_weights
-from beamq.plan import Plan, make_plan
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan.plan import Plan, make_plan
+from beamq.plan.serving import model_weights
 from benchmarks.make_full_size import write_full_size
 
 GB = 1e9

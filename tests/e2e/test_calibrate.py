@@ -18,20 +18,16 @@ import safetensors_edit as st
 import torch
 from model_fixtures import hf_logits, hf_model, random_beam
 
-import beamq.calib.device as device
-from beamq.calib import prepared, state
-from beamq.calib.collect import Collector
-from beamq.calib.coverage import coverage
+import beamq.calib.setup as device
+from beamq.beam.config import BeamConfig
+from beamq.calib import setup, state
+from beamq.calib.calibrate import calibrate, merge_statistics
+from beamq.calib.collector import Collector
 from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
-from beamq.calib.device import fit
-from beamq.calib.forward import LayerDone
-from beamq.calib.layerwise import calibrate, merge_statistics
-from beamq.calib.scales import MIN_SCALE, input_scales
-from beamq.calib.stats import CalibrationStats, layer_of
-from beamq.calib.stats_file import load_stats
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.output_lock import OutputLock
+from beamq.calib.input_scales import MIN_SCALE, coverage, input_scales
+from beamq.calib.run import LayerDone
+from beamq.calib.setup import fit
+from beamq.calib.statistics import CalibrationStats, layer_of, load_stats
 from beamq.errors import (
     AlreadyQuantizedError,
     CalibrationError,
@@ -41,8 +37,10 @@ from beamq.errors import (
     ResumeError,
     UsageError,
 )
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.lock import OutputLock
+from beamq.model.loader import activation_bytes, layer_bytes
 from beamq.model.logits import logits
-from beamq.model.memory import activation_bytes, layer_bytes
 from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
@@ -73,7 +71,7 @@ def rows_of(data: CalibrationData, rows: slice) -> CalibrationData:
 
 def use(monkeypatch: pytest.MonkeyPatch, data: CalibrationData) -> None:
     """Calibrate on exactly these rows."""
-    monkeypatch.setattr(prepared, "load_calibration_data", lambda *_, **__: data)
+    monkeypatch.setattr(setup, "load_calibration_data", lambda *_, **__: data)
 
 
 class Hooks:
@@ -391,7 +389,7 @@ def test_a_finished_file_is_not_replaced_unasked(
 
 
 RUN = (
-    "import os, signal, sys; from beamq.calib.layerwise import calibrate;"
+    "import os, signal, sys; from beamq.calib.calibrate import calibrate;"
     "kill = lambda done: done.layer == int(sys.argv[3]) and os.kill(os.getpid(), signal.SIGKILL);"
     "calibrate(sys.argv[1], sys.argv[2], samples=6, sequence_length=96, on_layer=kill,"
     " resume=True, device='cpu')"
@@ -456,7 +454,7 @@ def test_ranks_with_batches_of_their_own(
 ) -> None:
     """Six batches and three ranks: divided, or where observers need all of them, seen by each."""
     program = (
-        "import sys\nfrom pathlib import Path\nimport beamq.calib.device as device\n"
+        "import sys\nfrom pathlib import Path\nimport beamq.calib.setup as device\n"
         "from beamq import calibrate\ndevice.BATCH_TOKENS['cpu'] = 96\n"
         f"calibrate(Path(sys.argv[1]), Path(sys.argv[2]), **{SMALL | more!r})\n"
     )
@@ -488,7 +486,7 @@ def test_a_rank_that_fails_leaves_nobody_waiting(nano_copy: Path, tmp_path: Path
     st.edit(path, cut)
     code = RUN.replace(
         "calibrate(sys",
-        "import beamq.model.load as load; whole = load.LayerLoader._experts;"
+        "import beamq.model.loader as load; whole = load.LayerLoader._experts;"
         "load.LayerLoader._experts = lambda self, fill, index, first, count: whole(self, fill,"
         " index, first, count) if first == 0 or index < 5 else 1 / 0;"
         "calibrate(sys",
@@ -563,7 +561,7 @@ def test_odd_models_are_calibrated(tmp_path: Path) -> None:
         source = random_beam(tmp_path / name, dtype=FP32, **over)
         ids = np.arange(80, dtype=np.int64).reshape(4, 20) % 96
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prepared, "load_calibration_data", lambda *_, ids=ids, **__: fake(ids))
+            patch.setattr(setup, "load_calibration_data", lambda *_, ids=ids, **__: fake(ids))
             stats = calibrate(source, tmp_path / f"{name}.stats", dtype="float32")
         assert len(stats.routed_tokens) == (3 if name == "sparse" else 0)
         assert len(stats.inputs) == 12
@@ -577,7 +575,7 @@ def fake(ids: np.ndarray) -> CalibrationData:
 
 
 def test_refusals_before_any_work(beam_nano: Path, nano_copy: Path, tmp_path: Path) -> None:
-    from beamq.conversion.quantize import quantize
+    from beamq.convert.quantize import quantize
 
     for options, error, words in (
         ({"data": ["nowhere.txt"]}, CalibrationError, "nowhere.txt"),

@@ -18,16 +18,16 @@ from model_fixtures import hf_logits, hf_model, quantized_copy, random_beam, tex
 from tokenizers import Tokenizer
 from transformers import CompressedTensorsConfig
 
+from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.cli import app
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import ConfigError, UsageError
-from beamq.eval.compare import compare
-from beamq.eval.evaluation_text import overlap_notes
+from beamq.eval.compare.compare import compare
+from beamq.eval.compare.text import overlap_notes
 from beamq.formats import fp8
+from beamq.io.shard_writer import write_json
 from beamq.model.logits import logits
-from beamq.model.observe import Quiet
-from beamq.roles import QUANTIZABLE, Role
-from beamq.shards import write_json
+from beamq.model.observers import Quiet
 from tests.checkpoint_damage import edit_json, flip
 
 FP32 = torch.float32

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
-from beamq.config import read_json_object
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import (
     CheckpointError,
     DiskError,
@@ -21,7 +20,8 @@ from beamq.errors import (
     TensorError,
     UsageError,
 )
-from beamq.recipe import BUILT_IN
+from beamq.io.files import read_json_object
+from beamq.plan.recipe import BUILT_IN
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -370,7 +370,7 @@ def test_a_dry_run_writes_nothing_and_predicts_the_bytes(beam_nano: Path, tmp_pa
 def test_a_small_disk_is_predicted(
     beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from beamq.conversion import output_folder
+    from beamq.convert import output as output_folder
 
     usage = type("Usage", (), {"free": 1_000_000})
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)
@@ -386,7 +386,7 @@ def test_a_checkpoint_stays_where_another_has_no_room(
     beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found here: `--overwrite` removed the old weights, then found the disk too small."""
-    from beamq.conversion import output_folder
+    from beamq.convert import output as output_folder
 
     output = convert(beam_nano, tmp_path / "out", "fp8")
     before = {path.name: path.read_bytes() for path in output.iterdir()}

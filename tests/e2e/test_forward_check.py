@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import UsageError
-from beamq.eval.checks import CHECKS, VerifyReport
-from beamq.eval.verify import verify
-from beamq.header import read_header
+from beamq.eval.verify.checks import CHECKS, VerifyReport
+from beamq.eval.verify.verify import verify
+from beamq.io.safetensors_header import read_header
 from tests.checkpoint_damage import find, poke, put_float, read, resign, shards, swap
 from tests.safetensors_edit import Tensors, load, save
 

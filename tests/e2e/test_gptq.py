@@ -17,17 +17,17 @@ import safetensors_edit as st
 import torch
 from hub_server import environment, hub_server
 
-from beamq.calib import expert_moments, expert_rounding, state
+from beamq.beam.config import BeamConfig
+from beamq.calib import expert_rounding, state
 from beamq.calib.data import load_calibration_data
-from beamq.calib.forward import LayerDone
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.quantize import quantize
+from beamq.calib.run import LayerDone
+from beamq.convert.quantize import quantize
 from beamq.errors import TensorError, UsageError
-from beamq.eval.verify import verify
+from beamq.eval.verify.verify import verify
+from beamq.io.checkpoint import open_checkpoint
+from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import logits
-from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
-from beamq.recipe import Recipe, load_recipe, parse_recipe
+from beamq.plan.recipe import Recipe, load_recipe, parse_recipe
 from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 8, "sequence_length": 128}
@@ -114,7 +114,7 @@ def test_slices_and_few_experts_at_a_time_give_the_same_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = BeamConfig.from_dict(json.loads((beam_nano / "config.json").read_text()))
-    monkeypatch.setitem(expert_moments.CHUNK_NBYTES, "cpu", 1_000_000)  # two or three experts
+    monkeypatch.setitem(expert_rounding.CHUNK_NBYTES, "cpu", 1_000_000)  # two or three experts
     with open_checkpoint(beam_nano) as checkpoint:
         sizes = layer_bytes(checkpoint, config, torch.bfloat16)
         batch = SMALL["samples"] * SMALL["sequence_length"]
@@ -154,7 +154,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bytes(
 
 
 RUN = (
-    "import os, signal, sys; from beamq.conversion.quantize import quantize;"
+    "import os, signal, sys; from beamq.convert.quantize import quantize;"
     "kill = lambda done: done.layer == 6 and os.kill(os.getpid(), signal.SIGKILL);"
     "quantize(sys.argv[1], sys.argv[2], recipe='nvfp4-gptq', samples=8, sequence_length=128,"
     " max_shard_bytes=300_000, on_layer=kill, device='cpu')"
@@ -242,9 +242,9 @@ def two_ranks(
     """`quantize` on two ranks; the second kills itself after layer `kill`. Their error output."""
     port = free_port()
     script = (
-        "import os, signal, sys; from beamq.conversion.quantize import quantize;"
+        "import os, signal, sys; from beamq.convert.quantize import quantize;"
         "from beamq.calib import state; state.COST_SHARE = 0;"
-        "from beamq.conversion import visited_experts as v; done = v.VisitedExperts.finish_layer\n"
+        "from beamq.convert import one_pass as v; done = v.VisitedExperts.finish_layer\n"
         "def finish(self, layer, scale):\n"
         f"    if layer == {kill} and self._ranks.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    done(self, layer, scale)\n"

@@ -17,14 +17,14 @@ import pytest
 import safetensors_edit as st
 from gpu_double import HostEngines, HostQueue
 
-from beamq.checkpoint import Checkpoint
-from beamq.conversion import gpu_areas, gpu_chunks, gpu_engine
-from beamq.conversion import quantize as conversion
-from beamq.conversion.cpu_engine import piece_bytes
-from beamq.conversion.quantize import quantize
-from beamq.conversion.sinks import TensorSink
+from beamq.convert import gpu_worker
+from beamq.convert import quantize as conversion
+from beamq.convert.cpu_worker import piece_bytes
+from beamq.convert.open_shards import TensorSink
+from beamq.convert.quantize import quantize
 from beamq.errors import BeamqError, DeviceError, Interrupted, TensorError
-from beamq.recipe import BUILT_IN
+from beamq.io.checkpoint import Checkpoint
+from beamq.plan.recipe import BUILT_IN
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 Use = Callable[..., list[HostEngines]]
@@ -52,10 +52,10 @@ def use_double(monkeypatch: pytest.MonkeyPatch) -> Use:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor in several chunks, FP8 in several parts, chunks shared by tensors."""
-    for module in (gpu_engine, gpu_chunks):
+    for module in (gpu_worker, gpu_worker):
         monkeypatch.setattr(module, "IN_BYTES", 3072)
         monkeypatch.setattr(module, "OUT_BYTES", 2048)
-    monkeypatch.setattr(gpu_areas, "PART_BYTES", 5000)
+    monkeypatch.setattr(gpu_worker, "PART_BYTES", 5000)
 
 
 def options_for(recipe: str) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def test_a_stopped_run_goes_on_with_the_other_engine(
 ) -> None:
     options: dict[str, Any] = {"no_calibration": True, "max_shard_bytes": 300_000, "workers": 2}
     expected = plain(beam_nano, tmp_path / "cpu", **options)
-    monkeypatch.setattr("beamq.conversion.runner.REPORT_STEP_BYTES", 1)
+    monkeypatch.setattr("beamq.convert.run.REPORT_STEP_BYTES", 1)
     use_double()
     told: list[int] = []
 
@@ -280,14 +280,14 @@ def test_the_double_finds_a_missing_wait(
 ) -> None:  # fmt: skip
     expected = plain(beam_nano, tmp_path / "cpu", recipe="nvfp4-all", no_calibration=True)
     use_double()
-    ring = gpu_chunks.Ring.next
+    ring = gpu_worker.Ring.next
 
-    def hasty(self: gpu_chunks.Ring) -> gpu_chunks.Chunk:
+    def hasty(self: gpu_worker.Ring) -> gpu_worker.Chunk:
         for chunk in self._chunks:
             chunk._marked = False
         return ring(self)
 
-    monkeypatch.setattr(gpu_chunks.Ring, "next", hasty)
+    monkeypatch.setattr(gpu_worker.Ring, "next", hasty)
     try:
         quantize(beam_nano, tmp_path / "gpu", recipe="nvfp4-all", no_calibration=True, workers=1)
     except BeamqError:
@@ -305,7 +305,7 @@ def test_pieces_of_any_size_give_the_cpu_the_same_bytes(
     options = options_for(recipe)
     expected = plain(beam_nano, tmp_path / "plain", recipe=recipe, **options)
     assert [piece_bytes(workers) >> 20 for workers in (1, 4, 5, 16, 32, 200)] == [1, 1, 8, 8, 4, 1]
-    monkeypatch.setattr("beamq.conversion.engines.piece_bytes", lambda workers: piece)
+    monkeypatch.setattr("beamq.convert.cpu_worker.piece_bytes", lambda workers: piece)
     assert_same(plain(beam_nano, tmp_path / "pieces", recipe=recipe, **options), expected)
 
 

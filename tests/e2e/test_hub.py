@@ -18,22 +18,22 @@ import pytest
 import safetensors_edit as st
 from hub_server import TOKEN, Fault, HubServer, client_of, environment, hub_server
 
-from beamq.checkpoint import open_checkpoint
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.quantize import quantize
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from beamq.errors import BeamqError, DiskError, HubError, HubUnreachableError, ResumeError
-from beamq.eval.inspect import inspect_checkpoint
-from beamq.eval.verify import verify
-from beamq.hub.fetch_order import largest_job, traffic_nbytes
-from beamq.plan import make_plan
-from beamq.sizes import show_bytes
+from beamq.eval.verify.inspect import inspect_checkpoint
+from beamq.eval.verify.verify import verify
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.shard_cache import largest_job, traffic_nbytes
+from beamq.plan.plan import make_plan
+from beamq.units import show_bytes
 
 NANO = "reflection/beam-nano"
 SHARDS = 8
 SHARD = r"model-0000\d-of-00008\.safetensors"
 OPTIONS: dict[str, Any] = {"no_calibration": True, "max_shard_bytes": 500_000, "workers": 2}
 RUN = (
-    "import sys; from beamq.conversion.quantize import quantize;"
+    "import sys; from beamq.convert.quantize import quantize;"
     "quantize(sys.argv[1], sys.argv[2], no_calibration=True, max_shard_bytes=500_000, workers=2,"
     " resume='resume' in sys.argv, cache_bytes=3_000_000)"
 )

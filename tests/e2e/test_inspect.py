@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import CheckpointError, ConfigError
-from beamq.eval.inspect import Inspection, inspect_checkpoint
+from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
 from tests import safetensors_edit
 from tests.checkpoint_damage import edit_json, shards
 

@@ -24,18 +24,17 @@ from model_fixtures import (
 )
 from transformers import CompressedTensorsConfig
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import DeviceError, UsageError
 from beamq.formats import fp8
+from beamq.io.checkpoint import open_checkpoint
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.beam import decoder_layer
-from beamq.model.layer_stream import LayerStream
-from beamq.model.linear import gemm_backend
-from beamq.model.load import LayerLoader
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import decoder_layer
+from beamq.model.loader import LayerLoader, LayerStream
 from beamq.model.logits import embed, logits
-from beamq.model.observe import Quiet
-from beamq.roles import QUANTIZABLE, Role
+from beamq.model.observers import Quiet
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = 1e-5

@@ -18,14 +18,14 @@ import pytest
 import safetensors_edit as st
 import torch
 
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import Role, classify
 from beamq.calib import state
+from beamq.calib.calibrate import calibrate
 from beamq.calib.data import load_calibration_data
-from beamq.calib.forward import LayerDone
-from beamq.calib.layerwise import calibrate
-from beamq.checkpoint import Checkpoint, open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion import output_folder
-from beamq.conversion.quantize import quantize
+from beamq.calib.run import LayerDone
+from beamq.convert import output as output_folder
+from beamq.convert.quantize import quantize
 from beamq.errors import (
     CalibrationError,
     DiskError,
@@ -34,12 +34,12 @@ from beamq.errors import (
     TensorError,
     UsageError,
 )
-from beamq.eval.verify import verify
-from beamq.header import TensorSpec
+from beamq.eval.verify.verify import verify
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.safetensors_header import TensorSpec
+from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import logits
-from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
-from beamq.plan import make_plan
-from beamq.roles import Role, classify
+from beamq.plan.plan import make_plan
 from tests.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
@@ -278,7 +278,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bytes(
 
 
 RUN = (
-    "import os, signal, sys; from beamq.conversion.quantize import quantize;"
+    "import os, signal, sys; from beamq.convert.quantize import quantize;"
     "kill = lambda done: done.layer == int(sys.argv[3]) and os.kill(os.getpid(), signal.SIGKILL);"
     "quantize(sys.argv[1], sys.argv[2], samples=6, sequence_length=96, max_shard_bytes=300_000,"
     " on_layer=kill, resume=True, device='cpu')"

@@ -12,16 +12,16 @@ import pytest
 import safetensors_edit
 
 from beamq.cli import app
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.journal import STATE_DIR
-from beamq.conversion.output_lock import OutputLock
-from beamq.conversion.quantize import quantize
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from beamq.errors import CheckFailed, CheckpointError, UsageError
-from beamq.eval.checks import NEEDS_QUANTIZED, VerifyReport
-from beamq.eval.compare import compare
-from beamq.eval.inspect import inspect_checkpoint
-from beamq.eval.verify import verify
-from beamq.hub.push import push
+from beamq.eval.compare.compare import compare
+from beamq.eval.verify.checks import NEEDS_QUANTIZED, VerifyReport
+from beamq.eval.verify.inspect import inspect_checkpoint
+from beamq.eval.verify.verify import verify
+from beamq.io.journal import STATE_DIR
+from beamq.io.lock import OutputLock
+from beamq.publish import push
 from tests.checkpoint_damage import edit_json, flip, resign, rewrite, shards
 from tests.e2e.test_inspect import pack_layer_3
 
@@ -203,7 +203,7 @@ def begun(convert: Callable[..., object], source: Path, output: Path, **options:
             raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("beamq.conversion.runner.REPORT_STEP_BYTES", 1 << 18)
+        patch.setattr("beamq.convert.run.REPORT_STEP_BYTES", 1 << 18)
         with pytest.raises(Stop):
             convert(source, output, on_progress=stop, workers=1, **options)
     assert (output / STATE_DIR).is_dir()

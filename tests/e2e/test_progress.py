@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from beamq import console
-from beamq.calib.forward import LayerDone
+from beamq.calib.run import LayerDone
 from beamq.cli import app
-from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import REPORT_STEP_BYTES, Progress, _Meter
+from beamq.convert.quantize import quantize
+from beamq.convert.run import REPORT_STEP_BYTES, Progress, _Meter
+from beamq.report import console
 
 BATCHES = 3
 CALIBRATION: dict[str, Any] = {"samples": 8 * BATCHES, "sequence_length": 512}  # 8 in a batch

@@ -23,11 +23,11 @@ from hub_server import (
     hub_server,
 )
 
-from beamq.checkpoint import open_checkpoint
 from beamq.cli import app
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import CheckFailed, HubError, HubUnreachableError, UsageError
-from beamq.hub.push import LAST_NAMES, push
+from beamq.io.checkpoint import open_checkpoint
+from beamq.publish import LAST_NAMES, push
 from tests.checkpoint_damage import edit_json, flip
 
 REPO = "someone/beam-nano-nvfp4"
@@ -101,7 +101,7 @@ def test_failing_servers_and_cut_connections(hub: HubServer, output: Path) -> No
 
 def test_a_killed_push_goes_on(hub: HubServer, output: Path, tmp_path: Path) -> None:
     hub.faults.append(Fault("PUT", "/lfs/", times=99, wait=30, skip=3))
-    code = "import sys; from beamq.hub.push import push; push(sys.argv[1], sys.argv[2])"
+    code = "import sys; from beamq.publish import push; push(sys.argv[1], sys.argv[2])"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(output), REPO], env=environment(hub, tmp_path / "hf")
     )

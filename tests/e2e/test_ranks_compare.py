@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from beamq.checkpoint import open_checkpoint
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
+from beamq.io.checkpoint import open_checkpoint
 from beamq.ranks import LOST
 from tests import safetensors_edit
 from tests.checkpoint_damage import find, flip
@@ -33,11 +33,12 @@ RUN = """
 import json, sys
 from pathlib import Path
 import torch.distributed as dist
-import beamq.eval.report as report
-from beamq.checkpoint import Checkpoint, open_checkpoint
+import beamq.report.files as report
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.cli import app
-from beamq.eval import forward_check, streams
-from beamq.eval.checks import Ledger
+from beamq.eval.verify import forward as forward_check
+from beamq.eval.compare import side_by_side as streams
+from beamq.eval.verify.checks import Ledger
 
 read, calls, forward = [], [], []
 def noted(owner, name, note):
@@ -227,7 +228,8 @@ def test_the_forward_check_is_that_of_one_process(ran: dict[int, list[Ran]], wor
 def test_a_rank_that_fails_leaves_nobody_waiting(beam_nano: Path, made: Path) -> None:
     """The second rank fails in the midst of a layer, where the first waits for its sums."""
     program = (
-        "import os, sys\nfrom beamq.cli import app\nfrom beamq.eval import streams\n"
+        "import os, sys\nfrom beamq.cli import app\n"
+        "from beamq.eval.compare import side_by_side as streams\n"
         "inner = streams.weight_errors\n"
         "def failing(base, *rest):\n"
         "    return inner(base, *rest) if base.index < 5 or os.environ['RANK'] == '0' else 1 / 0\n"

@@ -17,7 +17,7 @@ from tests.free_ports import free_port
 # argv: seconds until it is told, and until it is given up; then the command.
 RUN = """
 import sys
-from beamq import rendezvous
+from beamq import ranks as rendezvous
 from beamq.cli import app
 rendezvous.TOLD_SECONDS, rendezvous.PATIENCE_SECONDS = map(float, sys.argv[1:3])
 app(sys.argv[3:], prog_name="beamq")

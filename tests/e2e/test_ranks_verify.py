@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.quantize import quantize
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from tests.checkpoint_damage import flip, poke, resign, rewrite, shards
 from tests.free_ports import free_port
 from tests.verifying_rank import observe

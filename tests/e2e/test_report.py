@@ -18,11 +18,11 @@ import pytest
 from model_fixtures import quantized_copy, text_ids
 from PIL import Image
 
+from beamq.beam.tensors import Role
 from beamq.errors import DiskError
-from beamq.eval.compare import compare
-from beamq.eval.comparison import Comparison
-from beamq.eval.report import report_markdown, write_report
-from beamq.roles import Role
+from beamq.eval.compare.compare import compare
+from beamq.eval.compare.records import Comparison
+from beamq.report.files import report_markdown, write_report
 
 HOSTILE = "<img src=x onerror=alert(1)> $x_1$ | [a](b)"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

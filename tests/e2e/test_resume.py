@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import safetensors_edit as st
 
-from beamq.conversion.output_lock import OutputLock
-from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import Progress
+from beamq.convert.quantize import quantize
+from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
+from beamq.io.lock import OutputLock
 from tests.free_ports import free_port
 
 RUN = (
-    "import sys; from beamq.conversion.quantize import quantize;"
+    "import sys; from beamq.convert.quantize import quantize;"
     "quantize(sys.argv[1], sys.argv[2], no_calibration=True, max_shard_bytes=600_000,"
     " resume='resume' in sys.argv, workers=2)"
 )
@@ -162,7 +162,7 @@ def test_a_crash_between_journal_and_rename_is_finished(beam_nano: Path, tmp_pat
         raise KeyboardInterrupt
 
     patch = pytest.MonkeyPatch()
-    patch.setattr("beamq.shards.ShardWriter.publish", crash)
+    patch.setattr("beamq.io.shard_writer.ShardWriter.publish", crash)
     with pytest.raises(KeyboardInterrupt):
         quantize(beam_nano, output, **OPTIONS)  # type: ignore[arg-type]
     patch.undo()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from beamq.calib.layerwise import calibrate
+from beamq.beam.tensors import Role
+from beamq.calib.calibrate import calibrate
 from beamq.cli import app
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import TensorError, UsageError
-from beamq.eval.compare import compare
-from beamq.eval.sensitivity import sensitivity
-from beamq.eval.verify import verify
-from beamq.roles import Role
+from beamq.eval.compare.compare import compare
+from beamq.eval.compare.sensitivity import sensitivity
+from beamq.eval.verify.verify import verify
 
 SMALL = {"samples": 4, "sequence_length": 128}
 TEXT = {"samples": 6, "sequence_length": 96}

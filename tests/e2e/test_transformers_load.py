@@ -8,10 +8,10 @@ import pytest
 import safetensors_edit as st
 import torch
 
-from beamq.checkpoint import open_checkpoint
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.quantize import quantize
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from beamq.errors import CheckpointError
+from beamq.io.checkpoint import open_checkpoint
 
 
 def stacked(folder: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

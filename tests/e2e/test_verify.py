@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from beamq.errors import (
     AlreadyQuantizedError,
     CheckpointError,
@@ -26,11 +26,11 @@ from beamq.errors import (
     TensorError,
     UsageError,
 )
-from beamq.eval import second_opinion
-from beamq.eval.checks import CHECKS, VerifyReport
-from beamq.eval.verify import verify
-from beamq.recipe import BUILT_IN
-from beamq.weight_files import INDEX_NAME
+from beamq.eval.verify import second_opinion
+from beamq.eval.verify.checks import CHECKS, VerifyReport
+from beamq.eval.verify.verify import verify
+from beamq.io.source import INDEX_NAME
+from beamq.plan.recipe import BUILT_IN
 from tests import safetensors_edit
 from tests.checkpoint_damage import (
     edit_json,

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from beamq.checksum import seal_of
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.quantize import quantize
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from beamq.errors import ConfigError, UsageError
-from beamq.eval.verify import verify
-from beamq.header import read_header
+from beamq.eval.verify.verify import verify
+from beamq.io.checksum import seal_of
+from beamq.io.safetensors_header import read_header
 from tests.checkpoint_damage import edit_json, flip, read_json, resign
 from tests.faults.craft import light_verify
 

@@ -20,12 +20,12 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
-from beamq.config import BeamConfig
-from beamq.conversion.quantize import QuantizeResult, quantize
-from beamq.eval.checks import VerifyReport
-from beamq.eval.verify import verify
-from beamq.recipe import Recipe, parse_recipe
-from beamq.roles import PRECISE_FP32, TensorRole, expected_tensors
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import PRECISE_FP32, TensorRole, expected_tensors
+from beamq.convert.quantize import QuantizeResult, quantize
+from beamq.eval.verify.checks import VerifyReport
+from beamq.eval.verify.verify import verify
+from beamq.plan.recipe import Recipe, parse_recipe
 from tests.e2e.test_convert import bf16
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
+from beamq.beam.tensors import Role
 from beamq.errors import RecipeError, TensorError
-from beamq.formats.layout import harmless_entries
-from beamq.header import read_header
-from beamq.patterns import matches
-from beamq.plan import make_plan
-from beamq.roles import Role
+from beamq.io.safetensors_header import read_header
+from beamq.plan.layout import harmless_entries
+from beamq.plan.plan import make_plan
+from beamq.plan.recipe import matches
 from tests.e2e.test_convert import tensors_of
 from tests.faults.conftest import Run
 from tests.faults.craft import SINGLE, convert, light_verify, put, read_json, recipe, source

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from beamq.errors import DiskError, ResumeError
-from beamq.header import read_header
-from beamq.shards import disk_errors
-from beamq.weight_files import INDEX_NAME
+from beamq.io.safetensors_header import read_header
+from beamq.io.shard_writer import disk_errors
+from beamq.io.source import INDEX_NAME
 from tests.checkpoint_damage import edit_json, find, flip, rewrite
 from tests.faults.conftest import Run
 from tests.faults.craft import convert, light_verify, read_json, recipe

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from beamq.conversion.limits import predicted_host_nbytes
-from beamq.conversion.output_lock import LOCK_NAME, OutputLock, refuse_busy
-from beamq.conversion.quantize import quantize
-from beamq.conversion.runner import Progress
+from beamq.convert.limits import predicted_host_nbytes
+from beamq.convert.quantize import quantize
+from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError
-from beamq.plan import make_plan
+from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
+from beamq.plan.plan import make_plan
 from tests.crash.harness import Zygote, digests
 from tests.faults.conftest import Run
 from tests.faults.craft import convert, light_verify, recipe, synthetic
@@ -148,7 +148,7 @@ def test_descriptors_are_returned(beam_nano: Path, tmp_path: Path) -> None:
 
 
 SLOW = """
-import os, sys, time, beamq.conversion.sinks
+import os, sys, time, beamq.convert.open_shards
 genuine = os.pwrite
 def slowly(*arguments):
     time.sleep(0.008)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
-from beamq import recipe as recipes
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.quantize import quantize
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from beamq.errors import TensorError
+from beamq.plan import recipe as recipes
 from tests.checkpoint_damage import resign
 from tests.e2e.test_convert import E4M3, decode, tensors_of
 from tests.faults.craft import (

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
-from beamq.checkpoint import open_checkpoint
 from beamq.errors import (
     AlreadyQuantizedError,
     BeamqError,
@@ -23,8 +22,9 @@ from beamq.errors import (
     TensorError,
     UsageError,
 )
-from beamq.plan import make_plan
-from beamq.weight_files import INDEX_NAME
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.source import INDEX_NAME
+from beamq.plan.plan import make_plan
 from tests.e2e.test_convert import tensors_of
 from tests.faults.conftest import Run
 from tests.faults.craft import (

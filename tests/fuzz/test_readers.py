@@ -19,25 +19,23 @@ import numpy as np
 import pytest
 import safetensors_edit as st
 
-from beamq.calib.scales import input_scales
-from beamq.calib.stats import CalibrationStats, InputStats
-from beamq.calib.stats_file import load_stats, save_stats
-from beamq.card.front import front_matter
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.dequantize import dequantize
-from beamq.conversion.journal import Identity, Journal, ShardRecord
-from beamq.conversion.quantize import quantize
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import classify, expected_tensors
+from beamq.calib.input_scales import input_scales
+from beamq.calib.statistics import CalibrationStats, InputStats, load_stats, save_stats
+from beamq.convert.dequantize import dequantize
+from beamq.convert.quantize import quantize
 from beamq.errors import ConfigError
-from beamq.eval.inspect import inspect_checkpoint
-from beamq.eval.verify import verify
-from beamq.exclusion import apply_exclusions
-from beamq.header import parse_header
-from beamq.plan import make_plan
-from beamq.recipe import load_recipe
-from beamq.roles import classify, expected_tensors
-from beamq.small_files import read_json_object
-from beamq.weight_files import INDEX_NAME
+from beamq.eval.verify.inspect import inspect_checkpoint
+from beamq.eval.verify.verify import verify
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.files import read_json_object
+from beamq.io.journal import Identity, Journal, ShardRecord
+from beamq.io.safetensors_header import parse_header
+from beamq.io.source import INDEX_NAME
+from beamq.plan.plan import apply_exclusions, make_plan
+from beamq.plan.recipe import load_recipe
+from beamq.report.model_card import front_matter
 from tests.crash.conftest import memory_folder  # noqa: F401
 from tests.faults.craft import light_verify, synthetic
 from tests.fuzz.mutate import Watch, encode, spoil_bytes, spoil_tree
@@ -271,7 +269,7 @@ def test_journals_met_by_a_resumed_run(tiny: Path, memory_folder: Path, watch: W
     output = memory_folder / "out"
     chance = seeded(8)
     patch = pytest.MonkeyPatch()
-    patch.setattr("beamq.conversion.runner.Journal.remove", lambda self: self.close())
+    patch.setattr("beamq.convert.run.Journal.remove", lambda self: self.close())
     quantize(tiny, output, **options)
     patch.undo()
     journal = output / ".beamq" / "journal-0.jsonl"

@@ -10,16 +10,15 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import classify, fused_group
 from beamq.errors import BeamqError, printable
-from beamq.header import parse_header
-from beamq.hub.repo import parse_hub_id
-from beamq.machines import parse_gpu
-from beamq.patterns import matches
-from beamq.recipe import parse_recipe
-from beamq.roles import classify, fused_group
-from beamq.sizes import parse_size
-from beamq.small_files import parse_json, parse_yaml
+from beamq.io.files import parse_json, parse_yaml
+from beamq.io.hub import parse_hub_id
+from beamq.io.safetensors_header import parse_header
+from beamq.plan.recipe import matches, parse_recipe
+from beamq.plan.serving import parse_gpu
+from beamq.units import parse_size
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30)
 DATA = st.recursive(

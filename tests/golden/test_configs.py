@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from beamq.checkpoint import open_checkpoint
-from beamq.conversion.quantize import quantize
-from beamq.formats.layout import hf_quant_config, quantization_config
-from beamq.plan import make_plan
-from beamq.recipe import BUILT_IN
+from beamq.convert.quantize import quantize
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan.layout import hf_quant_config, quantization_config
+from beamq.plan.plan import make_plan
+from beamq.plan.recipe import BUILT_IN
 
 FP8 = [name for name in BUILT_IN if name.startswith("fp8")]
 NVFP4 = [name for name in BUILT_IN if name.startswith("nvfp4")]

@@ -11,8 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
-from beamq.calib import gptq
-from beamq.formats import nvfp4
+from beamq.formats import gptq, nvfp4
 
 ARGS = QuantizationArgs(
     num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from beamq.calib.collect import Collector, segment_amax
-from beamq.calib.layerwise import calibrate
-from beamq.calib.stats import CalibrationStats
-from beamq.calib.stats_file import load_stats
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.quantize import quantize
-from beamq.model.memory import activation_bytes, layer_bytes
+from beamq.beam.config import BeamConfig
+from beamq.calib.calibrate import calibrate
+from beamq.calib.collector import Collector, segment_amax
+from beamq.calib.statistics import CalibrationStats, load_stats
+from beamq.convert.quantize import quantize
+from beamq.io.checkpoint import open_checkpoint
+from beamq.model.loader import activation_bytes, layer_bytes
 from benchmarks.random_layer import SMALL as LAYER
 from tests.free_ports import free_port
 
@@ -103,7 +102,7 @@ def test_one_pass_gives_the_bytes_of_two(beam_nano: Path, plain: Path, tmp_path:
 
 
 RUN = (
-    "import sys; from beamq.calib.layerwise import calibrate;"
+    "import sys; from beamq.calib.calibrate import calibrate;"
     "calibrate(sys.argv[1], sys.argv[2], samples=6, sequence_length=96, device='cuda')"
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from beamq.conversion.quantize import quantize
+from beamq.convert.quantize import quantize
 from tests.free_ports import free_port
 
 # Two batches, so that one is on its way while the other is worked on.

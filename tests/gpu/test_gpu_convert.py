@@ -17,11 +17,11 @@ import pytest
 import safetensors_edit as st
 import torch
 
-from beamq.conversion import quantize as conversion
-from beamq.conversion.engines import CpuEngines
-from beamq.conversion.quantize import quantize
+from beamq.convert import quantize as conversion
+from beamq.convert.cpu_worker import CpuEngines
+from beamq.convert.quantize import quantize
 from beamq.errors import DeviceError, TensorError
-from beamq.recipe import BUILT_IN
+from beamq.plan.recipe import BUILT_IN
 from benchmarks.make_slice import Slice, make_slice
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
@@ -171,8 +171,8 @@ def test_zeros_and_underflow_are_counted_alike(
 
 
 RUN = (
-    "import os, signal, sys; from beamq.conversion import runner;"
-    "from beamq.conversion.quantize import quantize; runner.REPORT_STEP_BYTES = 1 << 20;"
+    "import os, signal, sys; from beamq.convert import run as runner;"
+    "from beamq.convert.quantize import quantize; runner.REPORT_STEP_BYTES = 1 << 20;"
     "far = lambda p: p.done_nbytes > 0.6 * p.total_nbytes;"
     "kill = lambda p: far(p) and os.kill(os.getpid(), signal.SIGKILL);"
     "quantize(sys.argv[1], sys.argv[2], recipe='nvfp4-all', no_calibration=True, device='cuda',"

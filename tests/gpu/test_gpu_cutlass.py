@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from beamq import quantize
-from beamq.model.activation import swiglu
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.beam import decoder_layer
-from beamq.model.gemm import engine
-from beamq.model.linear import DenseWeight, Gemm, LinearWeight, gemm_backend
+from beamq.model.gemm.products import swiglu
+from beamq.model.gemm.reference import DenseWeight, Gemm, LinearWeight
+from beamq.model.gemm.select import engine, gemm_backend
+from beamq.model.layer import decoder_layer
 from beamq.model.logits import logits
 from benchmarks.random_layer import REAL, random_layer
 

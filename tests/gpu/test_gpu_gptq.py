@@ -8,9 +8,9 @@ import gptq_cases
 import pytest
 import torch
 
-from beamq.calib import gptq, gptq_block
-from beamq.conversion.quantize import quantize
-from beamq.eval.verify import verify
+from beamq.convert.quantize import quantize
+from beamq.eval.verify.verify import verify
+from beamq.formats import gptq
 from beamq.formats.nvfp4 import global_scale_from_amax
 
 
@@ -40,9 +40,9 @@ def test_all_columns(
     x = torch.randn(experts, 2 * k, k, device=cuda) @ torch.randn(experts, k, k, device=cuda)
     feedback = gptq.factorize(x.transpose(1, 2) @ x)
     scale = global_scale_from_amax(w.abs().amax((1, 2)).float())
-    assert gptq.block_rounder(cuda) is not gptq_block.round_block
+    assert gptq.block_rounder(cuda) is not gptq.round_block
     ours = gptq.round_experts(w, feedback, scale)
-    monkeypatch.setattr(gptq, "block_rounder", lambda device: gptq_block.round_block)
+    monkeypatch.setattr(gptq, "block_rounder", lambda device: gptq.round_block)
     wanted = gptq.round_experts(w, feedback, scale)
     assert torch.equal(ours.codes, wanted.codes)
     assert torch.equal(ours.block_scale.view(torch.uint8), wanted.block_scale.view(torch.uint8))
@@ -58,18 +58,18 @@ def test_a_model(beam_nano: Path, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(cuda: torch.device) -> None:
-    from beamq.formats.kernels import gpu_gptq, gpu_operand
+    from beamq.formats.kernels import triton_gptq, triton_nvfp4
 
     given = gptq_cases.block(1, 8, 1.0)
     codes = torch.zeros(1, 8, 8, dtype=torch.uint8)
     rest = (given.unit, given.pivot, given.global_scale, codes, codes[:, :, 0])
     with pytest.raises(ValueError, match=r"expected \[E, 16, N\]"):
-        gpu_gptq.round_block(given.moved[:, :8], given.w[:, :8], *rest)
+        triton_gptq.round_block(given.moved[:, :8], given.w[:, :8], *rest)
     with pytest.raises(ValueError, match="expected FP32"):
-        gpu_gptq.round_block(given.moved.double(), given.w, *rest)
+        triton_gptq.round_block(given.moved.double(), given.w, *rest)
     with pytest.raises(ValueError, match="in one piece"):
-        gpu_gptq.round_block(given.moved, given.w, given.unit, given.pivot.t(), *rest[2:])
+        triton_gptq.round_block(given.moved, given.w, given.unit, given.pivot.t(), *rest[2:])
     with pytest.raises(ValueError, match="multiple of 16"):
-        gpu_operand.nvfp4_operand(torch.zeros(2, 24).bfloat16(), torch.tensor(1.0))
+        triton_nvfp4.nvfp4_operand(torch.zeros(2, 24).bfloat16(), torch.tensor(1.0))
     with pytest.raises(ValueError, match="expected contiguous BF16"):
-        gpu_operand.nvfp4_operand(torch.zeros(2, 32), torch.tensor(1.0))
+        triton_nvfp4.nvfp4_operand(torch.zeros(2, 32), torch.tensor(1.0))

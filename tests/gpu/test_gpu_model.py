@@ -11,13 +11,14 @@ import torch
 
 from beamq.errors import DeviceError
 from beamq.formats import fp8
-from beamq.model import attention, gemm_probe
+from beamq.model import attention
 from beamq.model.attention import AttentionWeights, SequenceLayout, position_table
-from beamq.model.beam import LayerWeights, SparseMlp, decoder_layer, residual_add
-from beamq.model.fill import upload
-from beamq.model.gemm import _some, engine
-from beamq.model.gemm_triton import Triton
-from beamq.model.linear import DenseWeight, Fp8Weight, gemm_backend
+from beamq.model.gemm import select
+from beamq.model.gemm.reference import DenseWeight, Fp8Weight
+from beamq.model.gemm.select import _some, engine, gemm_backend
+from beamq.model.gemm.triton_gemm import Triton
+from beamq.model.layer import LayerWeights, SparseMlp, decoder_layer, residual_add
+from beamq.model.loader import upload
 from beamq.model.logits import logits
 from beamq.model.moe import ExpertSlice, Routing, _accumulate, dispatch, moe
 from benchmarks.random_layer import SMALL, random_layer
@@ -49,7 +50,7 @@ OFFSETS = [0, 0, 70, 75, 75, 300]
 def test_grouped_bf16_is_exact_to_a_rounding(
     cuda: torch.device, fused: bool, n: int, k: int
 ) -> None:
-    from beamq.model.gpu_grouped import grouped_gemm
+    from beamq.model.gemm.triton_grouped import grouped_gemm
 
     torch.manual_seed(0)
     x, w = torch.randn(300, k).bfloat16(), torch.randn(5, n, k).bfloat16()
@@ -111,12 +112,12 @@ def test_attention(cuda: torch.device, sequences: tuple[int, ...], window: int |
 
 
 def test_close_and_sum_round_where_the_plain_path_does(cuda: torch.device) -> None:
-    from beamq.model import gpu_layer
+    from beamq.model import triton_layer
 
     torch.manual_seed(3)
     h, x = torch.randn(50, 320).bfloat16().to(cuda), torch.randn(50, 320).bfloat16().to(cuda)
     weight = torch.rand(320).bfloat16().to(cuda)
-    got = gpu_layer.close_sublayer(h, x, weight, 9, 1e-6)
+    got = triton_layer.close_sublayer(h, x, weight, 9, 1e-6)
     wanted = residual_add(h, torch.nn.functional.rms_norm(x, (320,), weight, 1e-6), 9)
     assert (got != wanted).float().mean() < 1e-3
     chosen = torch.rand(50, 16).topk(4)[1]
@@ -192,7 +193,7 @@ def test_nano_logits(cuda: torch.device, beam_nano: Path) -> None:
 
 
 def test_probe_tells_choices_and_reasons(cuda: torch.device) -> None:
-    data = gemm_probe.probe()
+    data = select.probe()
     device = data["devices"][0]
     assert device["name"]
     for op in device["ops"]:

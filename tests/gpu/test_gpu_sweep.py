@@ -16,7 +16,7 @@ GLOBAL_SCALES = [1.0, 0.02 / 2688, 3.7e-6, 2.0**-126, 1.7 * 2.0**-100, 300.0, 2.
 
 @pytest.fixture(scope="module")
 def gpu_sweep():
-    from beamq.formats.kernels import gpu_sweep
+    from beamq.formats.kernels import triton_sweep as gpu_sweep
 
     return gpu_sweep
 

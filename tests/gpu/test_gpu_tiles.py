@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from beamq.formats import fp8
-from beamq.model.expert_rows import ExpertRows, expert_rows
-from beamq.model.gemm import engine
-from beamq.model.linear import DenseWeight, Fp8Weight
+from beamq.model.gemm.products import ExpertRows, expert_rows
+from beamq.model.gemm.reference import DenseWeight, Fp8Weight
+from beamq.model.gemm.select import engine
 
 EXPERTS = 24
 
@@ -28,7 +28,7 @@ def choices(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["even", "few", "one", "lone"])
 @pytest.mark.parametrize("rows", [64, 128])
 def test_the_table_is_the_hosts(cuda: torch.device, name: str, rows: int) -> None:
-    from beamq.model.gpu_tiles import tile_table
+    from beamq.model.gemm.triton_grouped import tile_table
 
     offsets = expert_rows(choices(name).to(cuda), EXPERTS)
     assert isinstance(offsets, ExpertRows)

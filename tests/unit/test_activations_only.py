@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from beamq.conversion.quantize import quantize
-from beamq.eval.activations_only import ActivationsOnlyGemm, ServedWeight
-from beamq.eval.compare import compare
-from beamq.eval.comparison import Candidate
-from beamq.eval.estimates import Estimate
+from beamq.convert.quantize import quantize
+from beamq.eval.compare.compare import compare
+from beamq.eval.compare.metrics import Estimate
+from beamq.eval.compare.records import Candidate
+from beamq.eval.compare.side_by_side import ActivationsOnlyGemm, ServedWeight
 from beamq.formats import nvfp4
-from beamq.model.linear import DenseWeight, Nvfp4Weight
+from beamq.model.gemm.reference import DenseWeight, Nvfp4Weight
 
 TEXT: dict[str, Any] = {"samples": 4, "sequence_length": 128}
 

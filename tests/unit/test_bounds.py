@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from beamq.beam.tensors import Role
 from beamq.errors import RecipeError
-from beamq.eval.bounds import breaches, limits_for, parting_layer
-from beamq.eval.divergence import Divergence, TokenScores, score_base
-from beamq.eval.estimates import Estimate
-from beamq.eval.findings import Findings
-from beamq.eval.layer_error import LayerError, RouterAgreement
-from beamq.eval.weight_error import WeightError
-from beamq.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
-from beamq.roles import Role
+from beamq.eval.compare.findings import Findings, breaches, limits_for, parting_layer
+from beamq.eval.compare.metrics import (
+    Divergence,
+    Estimate,
+    LayerError,
+    RouterAgreement,
+    TokenScores,
+    score_base,
+)
+from beamq.eval.compare.weight_error import WeightError
+from beamq.plan.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 
 BOUNDS = Bounds(mean_kld=0.05, same_top=0.9, router_overlap=0.9, weight_error=0.15)
 EXPERTS = frozenset({(3, Role.EXPERT)})

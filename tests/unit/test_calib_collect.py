@@ -11,12 +11,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from beamq.calib import collect, watch
-from beamq.calib.collect import Collector, LayerRecord, segment_amax
-from beamq.calib.options import CalibrationOptions
-from beamq.calib.stats import InputStats
-from beamq.calib.watch import TokenWatch, combine
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.calib import collector as collect
+from beamq.calib import collector as watch
+from beamq.calib.collector import Collector, LayerRecord, TokenWatch, combine, segment_amax
+from beamq.calib.setup import CalibrationOptions
+from beamq.calib.statistics import InputStats
 from beamq.errors import CalibrationError, Interrupted, UsageError
 
 CPU = torch.device("cpu")

@@ -21,17 +21,20 @@ from hub_server import client_of, hub_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beamq.calib import rows, sources
+from beamq.calib import documents as rows
+from beamq.calib import documents as sources
 from beamq.calib.data import (
+    MODULES,
     CalibrationData,
+    CheckpointTokenizer,
+    default_text,
     ids_digest,
     load_calibration_data,
     shared_documents,
     shares,
+    split_modules,
 )
-from beamq.calib.default_text import MODULES, default_text, split_modules
-from beamq.calib.sources import DataSpec, SourceLog, documents, in_pieces, parse_spec
-from beamq.calib.tokens import CheckpointTokenizer
+from beamq.calib.documents import DataSpec, SourceLog, documents, in_pieces, parse_spec
 from beamq.errors import (
     CalibrationError,
     HubError,

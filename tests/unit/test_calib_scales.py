@@ -13,10 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from beamq.calib.coverage import coverage
-from beamq.calib.scales import MIN_SCALE, constant_scales, input_scales
-from beamq.calib.stats import CalibrationStats, InputStats
-from beamq.config import BeamConfig, read_config
+from beamq.beam.config import BeamConfig, read_config
+from beamq.calib.input_scales import MIN_SCALE, constant_scales, coverage, input_scales
+from beamq.calib.statistics import CalibrationStats, InputStats
 from beamq.errors import CalibrationError
 
 EXPERTS = 16

@@ -17,14 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from beamq.calib.stats import (
+from beamq.calib.statistics import (
     MAX_DROPPED_NAMES,
+    METADATA_KEY,
     CalibrationStats,
     InputStats,
     entry_of,
+    load_stats,
     merge,
+    save_stats,
 )
-from beamq.calib.stats_file import METADATA_KEY, load_stats, save_stats
 from beamq.errors import CalibrationError, DiskError
 
 EXPERTS, HIDDEN = 4, 8
@@ -336,7 +338,7 @@ class TestFile:
             save_stats(make(), tmp_path / "missing" / "a")
 
     def test_no_torch(self) -> None:
-        code = "import beamq.calib.coverage, beamq.calib.stats_file, beamq.calib.data, sys;"
+        code = "import beamq.calib.input_scales, beamq.calib.statistics, beamq.calib.data, sys;"
         code += "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
         assert done.stdout.strip() == b"[]"

@@ -12,23 +12,28 @@ import pytest
 import safetensors_edit as st
 import yaml
 
-from beamq.card.front import (
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import Role
+from beamq.convert.quantize import quantize
+from beamq.errors import CheckpointError, UsageError
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan.plan import Plan, make_plan
+from beamq.plan.sources import companion_files, restored_name
+from beamq.report.model_card import (
+    COMPARISON_BEGIN,
+    COMPARISON_END,
+    ENGINES,
     Origin,
+    card_with_comparison,
     check_base_model,
     could_be_path,
     front_matter,
     hub_metadata,
+    model_card,
+    serving_section,
+    smallest_tensor_parallel,
     trace_origin,
 )
-from beamq.card.page import COMPARISON_BEGIN, COMPARISON_END, card_with_comparison, model_card
-from beamq.card.serving import ENGINES, serving_section, smallest_tensor_parallel
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
-from beamq.conversion.quantize import quantize
-from beamq.errors import CheckpointError, UsageError
-from beamq.plan import Plan, make_plan
-from beamq.roles import Role
-from beamq.sources import companion_files, restored_name
 
 SOURCE_CARD = """---
 license: other

@@ -11,11 +11,11 @@ import pytest
 import safetensors_edit as st
 from safetensors.torch import load_file
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import expected_tensors
 from beamq.errors import CheckpointError, ConfigError, TensorError
-from beamq.header import read_header
-from beamq.roles import expected_tensors
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.safetensors_header import read_header
 
 
 def header_file(path: Path, header: object, data: bytes = b"", pad: int = 0) -> Path:

@@ -17,15 +17,14 @@ import pytest
 import typer
 
 import beamq
+from beamq.beam.tensors import Role
 from beamq.cli import app
-from beamq.commands import outcome
-from beamq.console import Screen
+from beamq.commands import doctor, outcome
+from beamq.commands.plan import describe_units, plan_blocks
 from beamq.errors import DiskError, Interrupted, UsageError
-from beamq.plan import make_plan
-from beamq.recipe import BUILT_IN, load_recipe
-from beamq.roles import Role
-from beamq.views import doctor
-from beamq.views.plan import describe_units, plan_blocks
+from beamq.plan.plan import make_plan
+from beamq.plan.recipe import BUILT_IN, load_recipe
+from beamq.report.console import Screen
 
 PLAN = {
     "--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory",
@@ -150,7 +149,7 @@ def test_help_says_which_recipe_takes_no_statistics() -> None:
 
 def test_importing_the_command_is_light(repo: Path) -> None:
     code = (
-        "import sys, beamq, beamq.cli, beamq.machines, beamq.plan\n"
+        "import sys, beamq, beamq.cli, beamq.plan.serving, beamq.plan.plan\n"
         "print([m for m in ('torch', 'numpy', 'rich', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -171,7 +170,7 @@ def test_every_public_name_resolves() -> None:
 def test_no_submodule_hides_a_public_name() -> None:
     modules = {module.name for module in pkgutil.iter_modules(beamq.__path__)}
     assert not modules & set(beamq.__all__)
-    importlib.import_module("beamq.conversion.dequantize")
+    importlib.import_module("beamq.convert.dequantize")
     assert callable(beamq.dequantize)
 
 
@@ -294,7 +293,7 @@ def test_a_gpu_that_is_not_here_is_refused_before_anything_is_said(
 def test_a_dry_run_tells_of_too_little_disk(
     run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from beamq.conversion import output_folder
+    from beamq.convert import output as output_folder
 
     usage = type("Usage", (), {"free": 1_234_567})
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda _: usage)

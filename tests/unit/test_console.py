@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from beamq import console
 from beamq.cli import app
 from beamq.commands import outcome
-from beamq.console import Command, Grid, Screen
 from beamq.errors import DiskError, UsageError, counted
-from beamq.sizes import parse_size, show_bytes, show_count, show_gib, show_seconds
+from beamq.report import console
+from beamq.report.console import Command, Grid, Screen
+from beamq.units import parse_size, show_bytes, show_count, show_gib, show_seconds
 
 
 def _command(*arguments: str | Path) -> list[str]:

@@ -9,9 +9,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from beamq.eval.divergence import Divergence, TokenScores, score_base
-from beamq.eval.estimates import Estimate, mean, quantiles, rms, root_of_ratio
-from beamq.eval.layer_error import Powers, layer_error, router_agreement
+from beamq.eval.compare.metrics import (
+    Divergence,
+    Estimate,
+    Powers,
+    TokenScores,
+    layer_error,
+    mean,
+    quantiles,
+    rms,
+    root_of_ratio,
+    router_agreement,
+    score_base,
+)
 
 TOKENS, VOCAB = 60, 37
 Floats = NDArray[np.float64]

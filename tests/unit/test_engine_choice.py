@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from beamq.calib import device as calib_device
-from beamq.conversion import engine_choice, gpu_engines
-from beamq.conversion.engine_choice import (
+from beamq.calib import setup as calib_device
+from beamq.convert import device_choice, gpu_worker
+from beamq.convert.device_choice import (
     START_SECONDS,
     choose_engine,
     engine_sentence,
     open_engines,
     saved_seconds,
 )
-from beamq.conversion.gpu_chunks import SLOT_BYTES
+from beamq.convert.gpu_worker import SLOT_BYTES
 from beamq.errors import DeviceError, UsageError
 from beamq.ranks import Ranks
 
@@ -52,14 +52,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(name)
         return torch.device("cuda", 0 if ":" not in name else int(name[5:]))
 
-    monkeypatch.setattr(engine_choice, "_driver_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(device_choice, "_driver_sees_a_gpu", lambda: True)
     monkeypatch.setattr(calib_device, "choose_device", choose)
-    monkeypatch.setattr(engine_choice, "_refusal", lambda device: None)
+    monkeypatch.setattr(device_choice, "_refusal", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     return asked
 
 
-def choose(asked: str, made: Any, **options: Any) -> engine_choice.EngineChoice:
+def choose(asked: str, made: Any, **options: Any) -> device_choice.EngineChoice:
     return choose_engine(asked, made, workers=2, ranks=ALONE, **options)
 
 
@@ -80,7 +80,7 @@ def test_orders_are_followed(gpu: list[str]) -> None:
 
 
 def test_a_gpu_that_cannot(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "_refusal", lambda device: "compute capability 8.0")
+    monkeypatch.setattr(device_choice, "_refusal", lambda device: "compute capability 8.0")
     with pytest.raises(DeviceError, match=r"cuda:0: compute capability 8.0; use --device cpu"):
         choose("cuda", work(1))
     for asked, more in (("auto", {}), ("cuda", {"calibrates": True})):
@@ -113,7 +113,7 @@ def test_where_there_is_none() -> None:
 
 def test_small_and_ordered_runs_import_no_torch(beam_nano: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from beamq.conversion.quantize import quantize;"
+        "import sys; from beamq.convert.quantize import quantize;"
         "found = quantize(sys.argv[1], sys.argv[2], no_calibration=True, device=sys.argv[3]);"
         "assert 'torch' not in sys.modules and found.engine.endswith('threads'), found.engine"
     )
@@ -128,9 +128,9 @@ class TestGpuEngines:
 
     def opened(
         self, monkeypatch: pytest.MonkeyPatch, free: int, made: Any, memory: int = 10 * GB
-    ) -> gpu_engines.GpuEngines:
+    ) -> gpu_worker.GpuEngines:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-        return gpu_engines.GpuEngines(None, made, torch.device("cuda", 0), memory, 16)  # type: ignore[arg-type]
+        return gpu_worker.GpuEngines(None, made, torch.device("cuda", 0), memory, 16)  # type: ignore[arg-type]
 
     def test_workers_within_the_memory_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=5 * SLOT_BYTES + 7)
@@ -147,7 +147,7 @@ class TestGpuEngines:
 
     def test_the_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engines = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=2 * SLOT_BYTES)
-        choice = engine_choice.EngineChoice(device="cuda:0", name="H200")
+        choice = device_choice.EngineChoice(device="cuda:0", name="H200")
         text = engine_sentence(choice, engines, 16)
         assert text == (
             "On cuda:0 (H200), 2 threads: at most 100.66 MB of page-locked memory and 2.15 GB of"
@@ -161,6 +161,6 @@ class TestGpuEngines:
     ("processes", "text"), [(1, "On 1 thread."), (2, "In 2 processes, each on 1 thread.")]
 )
 def test_the_sentence_tells_of_several_processes(processes: int, text: str) -> None:
-    choice = engine_choice.EngineChoice(device="cpu")
+    choice = device_choice.EngineChoice(device="cpu")
     engines = open_engines(choice, None, None, memory=1, workers=1)  # type: ignore[arg-type]
     assert engine_sentence(choice, engines, 1, processes=processes) == text

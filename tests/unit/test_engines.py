@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from beamq.config import BeamConfig
-from beamq.eval.engines import EngineView, mismatches, simulate
-from beamq.formats.layout import (
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import Role
+from beamq.eval.verify.engine_views import EngineView, mismatches, simulate
+from beamq.plan.layout import (
     compressed_tensors_ignore,
     layer_units,
     modelopt_ignore,
     quantization_config,
 )
-from beamq.roles import Role
 
 NANO = Path(__file__).parents[2] / "examples" / "beam-nano" / "config.json"
 CONFIG = BeamConfig.from_dict(json.loads(NANO.read_text()))

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beamq.eval.checks import CHECKS, Ledger, few, printable
-from beamq.eval.second_opinion import choose_sample
-from beamq.eval.structure import Linear, scalar_fault
-from beamq.eval.tensors import fp8_nan
-from beamq.roles import classify
+from beamq.beam.tensors import classify
+from beamq.eval.verify.checks import CHECKS, Ledger, few, printable
+from beamq.eval.verify.second_opinion import choose_sample
+from beamq.eval.verify.structure import Linear, scalar_fault
+from beamq.eval.verify.values import fp8_nan
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 4099])

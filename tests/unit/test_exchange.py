@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from beamq.calib.collect import LayerRecord
-from beamq.calib.stats import InputStats
-from beamq.calib.watch import combine
-from beamq.config import BeamConfig
-from beamq.model.exchange import Alone, RankChain
+from beamq.beam.config import BeamConfig
+from beamq.calib.collector import LayerRecord, combine
+from beamq.calib.statistics import InputStats
+from beamq.model.expert_parallel import Alone, RankChain
 from beamq.ranks import Ranks
 
 QKV, DOWN = "layers.0.self_attn.qkv_gate", "layers.0.experts.down"

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamq.errors import DiskError
-from beamq.hub.fetch_order import Drop, Fetch, FetchOrder, largest_job, traffic_nbytes
+from beamq.io.shard_cache import Drop, Fetch, FetchOrder, largest_job, traffic_nbytes
 
 FILES = "abcdefgh"
 

@@ -14,15 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamq.errors import DeviceError, TensorError
-from beamq.formats.swizzle import padded_rows, round_up, swizzle, unswizzle
-from beamq.model import gemm, gemm_check, gemm_probe
-from beamq.model.gemm import ORDER, EngineGemm
-from beamq.model.gemm_check import Verdict
-from beamq.model.gemm_device import OPS, DeviceFacts
-from beamq.model.gemm_operands import fp4_tokens
-from beamq.model.gemm_torch import CublasLt, Cutlass
-from beamq.model.gemm_triton import Triton
-from beamq.model.linear import Nvfp4Weight, ReferenceGemm, gemm_backend
+from beamq.formats.nvfp4 import padded_rows, round_up, swizzle, unswizzle
+from beamq.model.gemm import check, select
+from beamq.model.gemm.device import OPS, DeviceFacts, Verdict
+from beamq.model.gemm.operands import fp4_tokens
+from beamq.model.gemm.reference import Nvfp4Weight, ReferenceGemm
+from beamq.model.gemm.select import ORDER, EngineGemm, gemm_backend
+from beamq.model.gemm.torch_gemm import CublasLt, Cutlass
+from beamq.model.gemm.triton_gemm import Triton
 
 CPU = torch.device("cpu")
 
@@ -53,12 +52,12 @@ def test_groups_are_padded_on_their_own() -> None:
 
 def problem(op: str, seed: int = 0, rows: int = 150) -> tuple[Any, Any, list[int]]:
     torch.manual_seed(seed)
-    return gemm_check._problem(op, CPU, experts=4, rows=rows, n=64, k=96)
+    return check._problem(op, CPU, experts=4, rows=rows, n=64, k=96)
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-    assert error < gemm_check.TOLERANCE, f"relative error {error:.1e}"
+    assert error < check.TOLERANCE, f"relative error {error:.1e}"
 
 
 def on_double(name: str, ops: tuple[str, ...]) -> tuple[EngineGemm, Fp4Calls]:
@@ -87,13 +86,13 @@ def test_fp4_experts_pass_what_the_call_takes(gathered: bool) -> None:
 
 def test_fp4_expert_mlp_quantizes_swiglu_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate_up, offsets = problem("nvfp4-grouped")
-    _, down, _ = gemm_check._problem("nvfp4-grouped", CPU, experts=4, rows=150, n=96, k=32)
+    _, down, _ = check._problem("nvfp4-grouped", CPU, experts=4, rows=150, n=96, k=32)
     engine, calls = on_double("cutlass", ("nvfp4-grouped",))
     rows = torch.randperm(150)
     wanted = ReferenceGemm().experts(x, rows, gate_up, down, offsets)
     close(engine.experts(x, rows, gate_up, down, offsets), wanted)
     assert len(calls.calls) == 2
-    monkeypatch.setattr(gemm, "CHUNK_BYTES", 60 * 96 * 2)
+    monkeypatch.setattr(select, "CHUNK_BYTES", 60 * 96 * 2)
     close(engine.experts(x, rows, gate_up, down, offsets), wanted)
     assert len(calls.calls) > 4
 
@@ -122,15 +121,15 @@ def test_fp4_needs_input_scale_and_shared_global_scales() -> None:
 
 
 def test_swizzled_copies_die_with_the_weight() -> None:
-    from beamq.model import gemm_operands
+    from beamq.model.gemm import operands
 
     x, weight, _ = problem("nvfp4-dense", seed=5)
-    before = len(gemm_operands._swizzled)
+    before = len(operands._swizzled)
     engine, _ = on_double("cutlass", ("nvfp4-dense",))
     engine.linear(x, weight)
-    assert len(gemm_operands._swizzled) == before + 1
+    assert len(operands._swizzled) == before + 1
     del weight
-    assert len(gemm_operands._swizzled) == before
+    assert len(operands._swizzled) == before
 
 
 def test_padding_of_operands_is_zero() -> None:
@@ -189,7 +188,7 @@ def test_refusals_name_the_reason(
 def test_probe_of_a_machine_without_gpu_is_plain_data() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    data = json.loads(json.dumps(gemm_probe.probe()))
+    data = json.loads(json.dumps(select.probe()))
     (device,) = data["devices"]
     assert [op["op"] for op in device["ops"]] == list(OPS)
     for op in device["ops"]:
@@ -234,9 +233,9 @@ def test_verdicts_are_checked_once_and_remembered(
     def line(verdict: Verdict) -> str:
         return json.dumps(dataclasses.asdict(verdict))
 
-    monkeypatch.setattr(gemm_probe, "_child", child)
+    monkeypatch.setattr(select, "_child", child)
     device = torch.device("cuda", 0)
-    found = gemm_probe._all_verdicts(device, gpu_here, fresh=False)
+    found = select._all_verdicts(device, gpu_here, fresh=False)
     assert len(asked) == 2
     first, second, third = asked[0][:3]
     by_pair = {(v.op, v.backend): v for v in found}
@@ -245,23 +244,23 @@ def test_verdicts_are_checked_once_and_remembered(
     assert by_pair[third].reason == "differs"
     assert "sm_90" in str(by_pair["nvfp4-grouped", "cutlass"].reason)
     assert all(by_pair[op, "reference"].usable for op in OPS)
-    assert gemm_probe._all_verdicts(device, gpu_here, fresh=False) == found
+    assert select._all_verdicts(device, gpu_here, fresh=False) == found
     assert len(asked) == 2
-    assert len(gemm_probe._all_verdicts(device, gpu_here, fresh=True)) == len(found)
+    assert len(select._all_verdicts(device, gpu_here, fresh=True)) == len(found)
     assert len(asked) == 3
 
 
 def test_a_broken_cache_is_as_good_as_none(gpu_here: DeviceFacts) -> None:
-    path = gemm_probe._cache_path(gpu_here)
-    assert gemm_probe._read_cache(path) == {}
+    path = select._cache_path(gpu_here)
+    assert select._read_cache(path) == {}
     path.parent.mkdir(parents=True)
     for text in ("", "{", '{"verdicts": [1]}', '{"verdicts": [{"op": 1}]}', "[]"):
         path.write_text(text)
-        assert gemm_probe._read_cache(path) == {}
+        assert select._read_cache(path) == {}
 
 
 def test_the_checking_process_reports_failures() -> None:
-    lines, death = gemm_probe._child(CPU, [("fp8-dense", "cublaslt"), ("bf16-grouped", "triton")])
+    lines, death = select._child(CPU, [("fp8-dense", "cublaslt"), ("bf16-grouped", "triton")])
     assert death is None
     first, second = (Verdict(**json.loads(text)) for text in lines)
     assert (first.op, first.backend) == ("fp8-dense", "cublaslt")
@@ -275,6 +274,6 @@ def test_a_wrong_kernel_fails_its_check() -> None:
             good = (x.codes.float() * x.scale) @ (w.codes.float() * w.scale).t()
             return (good * 1.02).bfloat16()
 
-    verdict = gemm_check.check_one("fp8-dense", "cublaslt", CPU, kernels={"cublaslt": Wrong()})
+    verdict = check.check_one("fp8-dense", "cublaslt", CPU, kernels={"cublaslt": Wrong()})
     assert not verdict.usable
     assert "differs from the emulation" in str(verdict.reason)

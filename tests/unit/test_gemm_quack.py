@@ -10,17 +10,13 @@ import pytest
 import torch
 from gemm_double import QuackCalls
 
-from beamq.model import gemm, gemm_check
-from beamq.model.gemm import EngineGemm
-from beamq.model.gemm_check import Verdict
-from beamq.model.gemm_operands import fp4_tokens, fp4_weight
-from beamq.model.gemm_quack import Quack, tiles
-from beamq.model.linear import (
-    Nvfp4Weight,
-    ReferenceGemm,
-    nvfp4_operand,
-    weight_operand,
-)
+from beamq.model.gemm import check
+from beamq.model.gemm import select as gemm
+from beamq.model.gemm.device import Verdict
+from beamq.model.gemm.operands import fp4_tokens, fp4_weight
+from beamq.model.gemm.quack_gemm import Quack, tiles
+from beamq.model.gemm.reference import Nvfp4Weight, ReferenceGemm, nvfp4_operand, weight_operand
+from beamq.model.gemm.select import EngineGemm
 
 CPU = torch.device("cpu")
 
@@ -35,7 +31,7 @@ def experts(counts: list[int], n: int, k: int) -> tuple[torch.Tensor, Nvfp4Weigh
     """Tokens and experts that differ in their global scales; expert e has counts[e] rows."""
     torch.manual_seed(len(counts) + n + k)
     rows = sum(counts)
-    x, weight, _ = gemm_check._problem(
+    x, weight, _ = check._problem(
         "nvfp4-grouped", CPU, experts=len(counts), rows=max(rows, 5), n=n, k=k
     )
     assert isinstance(weight, Nvfp4Weight)
@@ -47,7 +43,7 @@ def experts(counts: list[int], n: int, k: int) -> tuple[torch.Tensor, Nvfp4Weigh
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     error = float((got.float() - wanted.float()).norm() / wanted.float().norm())
-    assert error < gemm_check.TOLERANCE, f"relative error {error:.1e}"
+    assert error < check.TOLERANCE, f"relative error {error:.1e}"
 
 
 def same_operands(
@@ -66,7 +62,7 @@ def same_operands(
 @pytest.mark.parametrize(("rows", "k"), [(1, 32), (128, 64), (130, 96), (300, 320)])
 def test_tiles_are_the_swizzled_bytes_seen_otherwise(rows: int, k: int) -> None:
     """Against the place that the hardware's layout gives each scale, one by one."""
-    x, weight, _ = gemm_check._problem("nvfp4-dense", CPU, experts=1, rows=rows, n=rows, k=k)
+    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=rows, n=rows, k=k)
     assert isinstance(weight, Nvfp4Weight)
     for operand in (fp4_weight(weight), fp4_tokens(x, weight.input_scale)):
         seen = tiles(operand)
@@ -87,7 +83,7 @@ def test_tiles_are_the_swizzled_bytes_seen_otherwise(rows: int, k: int) -> None:
     ("rows", "n", "k"), [(1, 16, 32), (5, 48, 64), (129, 64, 96), (300, 16, 320)]
 )
 def test_dense_gives_the_call_what_the_emulation_multiplies(rows: int, n: int, k: int) -> None:
-    x, weight, _ = gemm_check._problem("nvfp4-dense", CPU, experts=1, rows=rows, n=n, k=k)
+    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=rows, n=n, k=k)
     assert isinstance(weight, Nvfp4Weight)
     engine, calls = on_double()
     close(engine.linear(x, weight), ReferenceGemm().linear(x, weight))
@@ -139,7 +135,7 @@ def test_expert_mlps_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_its_check_passes_on_the_double_and_fails_on_wrong_calls() -> None:
     def verdict(op: str, calls: Any) -> Verdict:
-        return gemm_check.check_one(op, "quack", CPU, kernels={"quack": Quack(calls)})
+        return check.check_one(op, "quack", CPU, kernels={"quack": Quack(calls)})
 
     class Swapped(QuackCalls):
         """Takes block scales row by row where they are in tiles."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from beamq.calib import gptq, gptq_block
 from beamq.errors import CalibrationError
-from beamq.formats import nvfp4
+from beamq.formats import gptq, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, unpack_nibbles
 
 
@@ -173,7 +172,7 @@ def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     w, feedback = random(3, 40, 64) * 0.02, gptq.factorize(moments(3, 64))
     scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))
     whole = gptq.round_experts(w, feedback, scale)
-    monkeypatch.setitem(gptq_block.PIECE_ELEMENTS, "cpu", 3 * 16 * 7)  # seven rows
+    monkeypatch.setitem(gptq.PIECE_ELEMENTS, "cpu", 3 * 16 * 7)  # seven rows
     again = gptq.round_experts(w, feedback, scale)
     assert torch.equal(whole.codes, again.codes)
     assert torch.equal(whole.block_scale.view(torch.uint8), again.block_scale.view(torch.uint8))

@@ -12,9 +12,8 @@ import pytest
 from huggingface_hub import errors
 
 from beamq.errors import BeamqError, DiskError, HubError, HubUnreachableError, Interrupted
-from beamq.hub import calls as hub_calls
-from beamq.hub.calls import ATTEMPTS, hub_call
-from beamq.hub.repo import HubId, hub_source, parse_hub_id
+from beamq.io import hub as hub_calls
+from beamq.io.hub import ATTEMPTS, HubId, hub_call, hub_source, parse_hub_id
 
 REQUEST = httpx2.Request("GET", "https://hub.invalid/x")
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from beamq.interpreter import SHORT_SECONDS, short_turns
+from beamq.signals import SHORT_SECONDS, short_turns
 
 
 def test_turns_are_short_within_and_as_before_behind() -> None:

@@ -30,7 +30,7 @@ from kernel_sources import (
 )
 
 from beamq.formats import nvfp4
-from beamq.formats.kernels import cpu, twin
+from beamq.formats.kernels import cpu, torch_twin
 
 if os.environ.get("BEAMQ_CPU_KERNELS") == "torch":
     pytest.skip("BEAMQ_CPU_KERNELS=torch: compiled kernels not wanted", allow_module_level=True)
@@ -53,7 +53,7 @@ def test_amax(compiled: Any, dtype: str) -> None:
     finite = aimed(dtype)
     for data in [*sources(dtype), finite[: ITEMSIZE[dtype]], b""]:
         for offset in (0, 1, 2):
-            assert compiled.amax(shifted(data, offset), dtype) == twin.amax(data, dtype)
+            assert compiled.amax(shifted(data, offset), dtype) == torch_twin.amax(data, dtype)
     assert compiled.amax(finite, dtype)[1:] == (0, -1)
 
 
@@ -68,7 +68,7 @@ def test_nvfp4_quantize(compiled: Any, dtype: str, global_scale: float) -> None:
             got = bytearray(count // 2), bytearray(count // 16)
             want = bytearray(count // 2), bytearray(count // 16)
             counts = compiled.nvfp4_quantize(shifted(part, offset), dtype, 16, global_scale, *got)
-            assert counts == twin.nvfp4_quantize(part, dtype, 16, global_scale, *want)
+            assert counts == torch_twin.nvfp4_quantize(part, dtype, 16, global_scale, *want)
             assert got == want
 
 
@@ -81,7 +81,7 @@ def test_fp8_quantize_rows(compiled: Any, dtype: str, k: int) -> None:
         got = bytearray(rows * k), bytearray(rows * 4)
         want = bytearray(rows * k), bytearray(rows * 4)
         counts = compiled.fp8_quantize_rows(shifted(part, offset), dtype, k, *got)
-        assert counts == twin.fp8_quantize_rows(part, dtype, k, *want)
+        assert counts == torch_twin.fp8_quantize_rows(part, dtype, k, *want)
         assert got == want
 
 
@@ -95,12 +95,12 @@ def test_dequantize_every_code_at_every_scale(compiled: Any, out_dtype: str) -> 
         got, want = bytearray(2**20 * size), bytearray(2**20 * size)
         args = (nvfp4_codes, nvfp4_scales, 16, global_scale)
         compiled.nvfp4_dequantize(*args, got, out_dtype)
-        twin.nvfp4_dequantize(*args, want, out_dtype)
+        torch_twin.nvfp4_dequantize(*args, want, out_dtype)
         assert_same_numbers(got, want, out_dtype)
     scales = np.geomspace(1e-38, 1e34, 256, dtype=np.float32).tobytes()
     got, want = bytearray(65536 * size), bytearray(65536 * size)
     compiled.fp8_dequantize_rows(shifted(codes, 1), scales, 256, got, out_dtype)
-    twin.fp8_dequantize_rows(codes, scales, 256, want, out_dtype)
+    torch_twin.fp8_dequantize_rows(codes, scales, 256, want, out_dtype)
     assert_same_numbers(got, want, out_dtype)
 
 
@@ -124,7 +124,7 @@ def test_convert(compiled: Any, source: str, target: str, offset: int) -> None:
     n = len(data) // ITEMSIZE[source]
     got, want = bytearray(n * ITEMSIZE[target]), bytearray(n * ITEMSIZE[target])
     overflowed = compiled.convert(shifted(data, offset), source, got, target)
-    assert overflowed == twin.convert(data, source, want, target)
+    assert overflowed == torch_twin.convert(data, source, want, target)
     assert got == want
     assert (overflowed > 0) == (source == "F32")
 
@@ -151,13 +151,13 @@ def test_compare_accepts_own_codes(compiled: Any, dtype: str) -> None:
     g = cpu.nvfp4_global_scale(compiled.amax(data, dtype)[0])
     assert compiled.nvfp4_quantize(data, dtype, 16, g, codes, scales)[0] == 0
     got = compiled.nvfp4_compare(shifted(data, 1), dtype, codes, scales, 16, g)
-    assert_same_comparison(got, twin.nvfp4_compare(data, dtype, codes, scales, 16, g))
+    assert_same_comparison(got, torch_twin.nvfp4_compare(data, dtype, codes, scales, 16, g))
     assert got[3:] == (0, -1)
     k = n // 4
     codes, scales = bytearray(n), bytearray(16)
     compiled.fp8_quantize_rows(data, dtype, k, codes, scales)
     got = compiled.fp8_compare(shifted(data, 1), dtype, codes, scales, k)
-    assert_same_comparison(got, twin.fp8_compare(data, dtype, codes, scales, k))
+    assert_same_comparison(got, torch_twin.fp8_compare(data, dtype, codes, scales, k))
     assert got[3:] == (0, -1)
 
 
@@ -169,14 +169,14 @@ def test_compare_judges_any_bytes_as_the_twin_does(compiled: Any, dtype: str) ->
         for g in GLOBAL_SCALES:
             codes, scales = rng.bytes(n // 2), rng.bytes(n // 16)
             got = compiled.nvfp4_compare(data, dtype, codes, scales, 16, g)
-            assert_same_comparison(got, twin.nvfp4_compare(data, dtype, codes, scales, 16, g))
+            assert_same_comparison(got, torch_twin.nvfp4_compare(data, dtype, codes, scales, 16, g))
             mine = bytearray(n // 2), bytearray(n // 16)
             compiled.nvfp4_quantize(data, dtype, 16, g, *mine)
             got = compiled.nvfp4_compare(data, dtype, *mine, 16, g)
-            assert_same_comparison(got, twin.nvfp4_compare(data, dtype, *mine, 16, g))
+            assert_same_comparison(got, torch_twin.nvfp4_compare(data, dtype, *mine, 16, g))
         codes, scales = rng.bytes(n), rng.bytes(n // 4)
         got = compiled.fp8_compare(data, dtype, codes, scales, 16)
-        assert_same_comparison(got, twin.fp8_compare(data, dtype, codes, scales, 16))
+        assert_same_comparison(got, torch_twin.fp8_compare(data, dtype, codes, scales, 16))
 
 
 def assert_same_comparison(got: tuple[Any, ...], want: tuple[Any, ...]) -> None:
@@ -294,7 +294,7 @@ def test_global_scale_is_the_twins() -> None:
         assert 2.0**-126 <= scale <= 2.0**117
 
 
-@pytest.mark.parametrize("backend", [_cpu, twin], ids=["c", "torch"])
+@pytest.mark.parametrize("backend", [_cpu, torch_twin], ids=["c", "torch"])
 def test_equal_and_scale_scan(backend: Any) -> None:
     a = random.Random(7).randbytes(10_000)
     assert backend.equal(a, bytearray(a)) == -1
@@ -344,14 +344,14 @@ WRONG_CALLS = {
 }
 
 
-@pytest.mark.parametrize("backend", [_cpu, twin], ids=["c", "torch"])
+@pytest.mark.parametrize("backend", [_cpu, torch_twin], ids=["c", "torch"])
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_wrong_sizes_raise(backend: Any, name: str) -> None:
     with pytest.raises(ValueError, match=r"\w"):
         WRONG_CALLS[name](backend)
 
 
-@pytest.mark.parametrize("backend", [_cpu, twin], ids=["c", "torch"])
+@pytest.mark.parametrize("backend", [_cpu, torch_twin], ids=["c", "torch"])
 def test_read_only_outputs_raise(backend: Any) -> None:
     with pytest.raises(TypeError):
         backend.convert(SRC, "BF16", bytes(256), "F32")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from beamq.formats.kernels import twin
+from beamq.formats.kernels import torch_twin
 
 if os.environ.get("BEAMQ_CPU_KERNELS") == "torch":
     pytest.skip("BEAMQ_CPU_KERNELS=torch: compiled kernels not wanted", allow_module_level=True)
@@ -57,7 +57,7 @@ def test_fp8_every_magnitude_below_amax(compiled: Any, exponent: int) -> None:
     rows = np.maximum(amax[:, None] - below, 0)
     data = signed(rows.reshape(-1))
     got, want = ((bytearray(rows.size), bytearray(4 * len(rows))) for _ in range(2))
-    assert compiled.fp8_quantize_rows(data, "BF16", span, *got) == twin.fp8_quantize_rows(
+    assert compiled.fp8_quantize_rows(data, "BF16", span, *got) == torch_twin.fp8_quantize_rows(
         data, "BF16", span, *want
     )
     assert got == want
@@ -77,7 +77,7 @@ def test_nvfp4_every_magnitude_below_amax(compiled: Any, global_scale: float) ->
     magnitudes = np.concatenate(blocks)
     data = signed(magnitudes.reshape(-1))
     got, want = ((bytearray(magnitudes.size // 2), bytearray(len(magnitudes))) for _ in range(2))
-    assert compiled.nvfp4_quantize(data, "BF16", 16, scale, *got) == twin.nvfp4_quantize(
+    assert compiled.nvfp4_quantize(data, "BF16", 16, scale, *got) == torch_twin.nvfp4_quantize(
         data, "BF16", 16, scale, *want
     )
     assert got == want

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from beamq.conversion.lanes import READ_AHEAD_JOBS, Lanes, lane_count
+from beamq.convert.run import READ_AHEAD_JOBS, Lanes, lane_count
 
 
 @dataclass

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from beamq.checkpoint import open_checkpoint
-from beamq.plan import make_plan
-from beamq.recipe import load_recipe
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan.plan import make_plan
+from beamq.plan.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (

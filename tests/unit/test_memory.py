@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from beamq import machines, memory
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import Role, expected_tensors
 from beamq.errors import UsageError
-from beamq.exclusion import quantized_units
-from beamq.machines import COUNTS, GPUS, fit, parse_gpu
-from beamq.memory import kv_cache_nbytes, model_weights
-from beamq.plan import make_plan
-from beamq.recipe import BUILT_IN, load_recipe
-from beamq.roles import Role, expected_tensors
+from beamq.io.checkpoint import open_checkpoint
+from beamq.plan import serving
+from beamq.plan.plan import make_plan, quantized_units
+from beamq.plan.recipe import BUILT_IN, load_recipe
+from beamq.plan.serving import COUNTS, GPUS, fit, kv_cache_nbytes, model_weights, parse_gpu
 from benchmarks.make_full_size import full_size_config
 
 GB = 1e9
@@ -36,14 +34,14 @@ def nano(beam_nano: Path) -> BeamConfig:
     return BeamConfig.from_dict(json.loads((beam_nano / "config.json").read_text()))
 
 
-def weights_of(config: BeamConfig, recipe_name: str) -> memory.Weights:
+def weights_of(config: BeamConfig, recipe_name: str) -> serving.Weights:
     if recipe_name == "bf16":
         return model_weights(config)
     recipe = load_recipe(recipe_name)
     return model_weights(config, recipe.format, quantized_units(config, recipe, ()))
 
 
-def gpu(name: str) -> machines.Gpu:
+def gpu(name: str) -> serving.Gpu:
     return parse_gpu(name)[0]
 
 
@@ -176,7 +174,7 @@ def test_fits_adds_up(full_size: BeamConfig) -> None:
     weights = weights_of(full_size, "nvfp4")
     found = fit(weights, gpu("b200"), 4, "tensor", context=131_072)
     assert found is not None
-    budget = 180e9 * 0.9 - machines.RUNTIME_NBYTES - memory.activation_nbytes(full_size)
+    budget = 180e9 * 0.9 - serving.RUNTIME_NBYTES - serving.activation_nbytes(full_size)
     assert found.room_nbytes == budget - found.weight_nbytes
     assert found.kv_nbytes == kv_cache_nbytes(full_size, 131_072, heads=2)
     assert found.sequences == found.room_nbytes // found.kv_nbytes > 0
@@ -203,7 +201,7 @@ def test_expert_parallel_sequences_are_not_divided(full_size: BeamConfig) -> Non
 def test_smallest_counts(full_size: BeamConfig) -> None:
     counts = {
         recipe: [
-            machines.smallest_count(weights_of(full_size, recipe), gpu, context=131_072)
+            serving.smallest_count(weights_of(full_size, recipe), gpu, context=131_072)
             for gpu in GPUS
         ]
         for recipe in ("bf16", "nvfp4", "fp8")
@@ -211,7 +209,7 @@ def test_smallest_counts(full_size: BeamConfig) -> None:
     # H100 80, H200 141, B200 180, B300 288, RTX PRO 6000 96
     assert counts == {"bf16": [16, 16, 8, 4, 16], "nvfp4": [8, 4, 2, 2, 4], "fp8": [8, 8, 4, 2, 8]}
     wide = dataclasses.replace(full_size, num_experts=2048)
-    assert machines.smallest_count(model_weights(wide), GPUS[0], context=1) is None
+    assert serving.smallest_count(model_weights(wide), GPUS[0], context=1) is None
 
 
 def test_fp8_cache_holds_twice_the_sequences(full_size: BeamConfig) -> None:
@@ -245,7 +243,9 @@ def test_unknown_gpus_are_usage_errors(text: str) -> None:
 
 
 def test_nothing_heavy_is_imported(repo: Path) -> None:
-    code = "import sys, beamq.machines; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, beamq.plan.serving; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=repo
     )

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from beamq.errors import TensorError, UsageError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, e2m1_values, unpack_nibbles
-from beamq.model.linear import (
+from beamq.model.gemm.reference import (
     DenseWeight,
     Fp8Weight,
     LinearWeight,
     Nvfp4Weight,
     decode,
-    gemm_backend,
     nvfp4_operand,
     weight_operand,
 )
+from beamq.model.gemm.select import gemm_backend
 
 
 def fp8_weight(w_NK: torch.Tensor) -> Fp8Weight:

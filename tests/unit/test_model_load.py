@@ -12,16 +12,16 @@ import torch
 from model_fixtures import quantized_copy, random_beam, token_ids
 from safetensors.torch import load_file, save_file
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import Role
 from beamq.errors import CheckpointError, TensorError
 from beamq.formats import fp8, nvfp4
-from beamq.header import TensorSpec
-from beamq.model.beam import DenseMlp, SparseMlp
-from beamq.model.linear import DenseWeight, Fp8Weight, Nvfp4Weight, decode
-from beamq.model.load import LayerLoader
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.safetensors_header import TensorSpec
+from beamq.model.gemm.reference import DenseWeight, Fp8Weight, Nvfp4Weight, decode
+from beamq.model.layer import DenseMlp, SparseMlp
+from beamq.model.loader import LayerLoader
 from beamq.model.logits import logits
-from beamq.roles import Role
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"

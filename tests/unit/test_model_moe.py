@@ -9,18 +9,12 @@ import torch
 import torch.nn.functional as F
 from transformers.models.beam.modeling_beam import BeamTopKRouter
 
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
 from beamq.model import moe as moe_module
-from beamq.model.linear import DenseWeight, gemm_backend
-from beamq.model.moe import (
-    ExpertSlice,
-    RouterWeights,
-    dispatch,
-    moe,
-    route,
-    swiglu,
-)
-from beamq.model.observe import Observers, Quiet
+from beamq.model.gemm.reference import DenseWeight
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.moe import ExpertSlice, RouterWeights, dispatch, moe, route, swiglu
+from beamq.model.observers import Observers, Quiet
 
 REFERENCE = gemm_backend("reference")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from beamq.model import product as products
-from beamq.model.linear import DenseWeight, gemm_backend
-from beamq.model.product import GRAIN, MANY_ROWS, cpu_lacks_bf16, product
+from beamq.model.gemm import products
+from beamq.model.gemm.products import GRAIN, MANY_ROWS, cpu_lacks_bf16, product
+from beamq.model.gemm.reference import DenseWeight
+from beamq.model.gemm.select import gemm_backend
 
 
 @pytest.fixture

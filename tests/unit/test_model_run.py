@@ -10,21 +10,24 @@ import pytest
 import torch
 from model_fixtures import quantized_copy, random_beam, token_ids
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
 from beamq.errors import DeviceError, MemoryBudgetError, UsageError
+from beamq.io.checkpoint import open_checkpoint
 from beamq.model import logits as logits_module
 from beamq.model.attention import SequenceLayout
-from beamq.model.beam import LayerWeights
-from beamq.model.layer_stream import LayerStream
-from beamq.model.linear import gemm_backend
-from beamq.model.load import LayerLoader
+from beamq.model.forward import Batch, run_layers
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import LayerWeights
+from beamq.model.loader import (
+    LayerLoader,
+    LayerStream,
+    activation_bytes,
+    experts_per_slice,
+    layer_bytes,
+)
 from beamq.model.logits import embed, logits
-from beamq.model.memory import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.moe import ExpertSlice
-from beamq.model.observe import Quiet
-from beamq.model.run import run_layers
-from beamq.model.states import Batch
+from beamq.model.observers import Quiet
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
+from beamq.beam.tensors import Role
 from beamq.errors import UsageError
-from beamq.eval.estimates import Estimate
-from beamq.eval.parts import PartLoss, Sensitivity, choose, recipe_yaml, sparing_recipe
-from beamq.plan import make_plan
-from beamq.recipe import load_recipe
-from beamq.roles import Role
+from beamq.eval.compare.metrics import Estimate
+from beamq.eval.compare.sensitivity import (
+    PartLoss,
+    Sensitivity,
+    choose,
+    recipe_yaml,
+    sparing_recipe,
+)
+from beamq.plan.plan import make_plan
+from beamq.plan.recipe import load_recipe
 
 GB = 10**9
 

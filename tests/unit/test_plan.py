@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import safetensors_edit as st
 
-from beamq.checkpoint import open_checkpoint
+from beamq.beam.tensors import Role
 from beamq.errors import AlreadyQuantizedError, RecipeError, TensorError
-from beamq.header import ITEMSIZE
-from beamq.plan import Plan, make_plan
-from beamq.recipe import BUILT_IN, load_recipe
-from beamq.roles import Role
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.safetensors_header import ITEMSIZE
+from beamq.plan.plan import Plan, make_plan
+from beamq.plan.recipe import BUILT_IN, load_recipe
 
 
 def plan_of(folder: Path, recipe: str = "nvfp4", exclude: tuple[str, ...] = (), **kw: int) -> Plan:
@@ -208,8 +208,8 @@ def test_widths_that_nvfp4_cannot_block_are_refused_and_odd_ones_warned(tmp_path
 
 def synthetic(folder: Path, width: int) -> Path:
     """Nano's config with another expert width and zero weights."""
-    from beamq.config import BeamConfig
-    from beamq.roles import expected_tensors
+    from beamq.beam.config import BeamConfig
+    from beamq.beam.tensors import expected_tensors
 
     nano = Path(__file__).parents[2] / "examples" / "beam-nano" / "config.json"
     config = json.loads(nano.read_text())

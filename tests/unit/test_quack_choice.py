@@ -15,12 +15,11 @@ import torch
 from gemm_double import BlockScaledOperand, QuackCalls
 
 from beamq.errors import DeviceError
-from beamq.model import gemm_check, gemm_probe
-from beamq.model.gemm import ORDER, backends, engine
-from beamq.model.gemm_check import Verdict
-from beamq.model.gemm_device import OPS, DeviceFacts
-from beamq.model.gemm_quack import Quack
-from beamq.model.linear import Fp8Weight, ReferenceGemm
+from beamq.model.gemm import check, select
+from beamq.model.gemm.device import OPS, DeviceFacts, Verdict
+from beamq.model.gemm.quack_gemm import Quack
+from beamq.model.gemm.reference import Fp8Weight, ReferenceGemm
+from beamq.model.gemm.select import ORDER, backends, engine
 
 CPU = torch.device("cpu")
 RTX = DeviceFacts(
@@ -94,7 +93,7 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, 
         found = [Verdict(op=op, backend=name, usable=True) for op, name in pairs]
         return [json.dumps(dataclasses.asdict(verdict)) for verdict in found], None
 
-    monkeypatch.setattr(gemm_probe, "_child", child)
+    monkeypatch.setattr(select, "_child", child)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return asked
 
@@ -103,7 +102,7 @@ def test_installed_later_it_is_checked_then(checked: list[tuple[str, str]]) -> N
     cuda = torch.device("cuda", 0)
 
     def choice(device: DeviceFacts) -> str:
-        found = gemm_probe._all_verdicts(cuda, device, fresh=False)
+        found = select._all_verdicts(cuda, device, fresh=False)
         return next(v.backend for v in found if v.op == "nvfp4-grouped" and v.usable)
 
     assert choice(without(quack=None, cutlass_dsl=None)) == "triton"
@@ -134,7 +133,7 @@ def test_the_package_is_imported_at_the_first_product(
     os.environ.pop("QUACK_CACHE_DIR", None)
     kernel = backends()["quack"]
     assert kernel.calls is None
-    x, weight, _ = gemm_check._problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
+    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
     wanted = ReferenceGemm().linear(x, weight)
     torch.testing.assert_close(kernel.dense(x, weight, fast=False), wanted, rtol=1e-2, atol=1e-2)
     assert len(calls.operands) == 1
@@ -143,7 +142,7 @@ def test_the_package_is_imported_at_the_first_product(
 
 def test_a_missing_package_is_the_reason_of_its_check() -> None:
     """Facts can be out of date: then the check says so."""
-    lines, death = gemm_probe._child(CPU, [("nvfp4-dense", "quack")])
+    lines, death = select._child(CPU, [("nvfp4-dense", "quack")])
     assert death is None
     found = Verdict(**json.loads(lines[0]))
     assert not found.usable
@@ -151,10 +150,10 @@ def test_a_missing_package_is_the_reason_of_its_check() -> None:
 
 
 def test_by_name_on_a_cpu() -> None:
-    x, weight, _ = gemm_check._problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
+    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
     with pytest.raises(DeviceError, match=r"'quack' cannot do nvfp4-dense on cpu: needs an NVIDIA"):
         engine("quack").linear(x, weight)
-    fp8 = gemm_check._problem("fp8-dense", CPU, experts=1, rows=3, n=16, k=32)
+    fp8 = check._problem("fp8-dense", CPU, experts=1, rows=3, n=16, k=32)
     assert isinstance(fp8[1], Fp8Weight)
     wanted = ReferenceGemm().linear(*fp8[:2])
     assert torch.equal(engine("quack").linear(*fp8[:2]), wanted)
@@ -163,6 +162,6 @@ def test_by_name_on_a_cpu() -> None:
 def test_every_device_is_told_of_it() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    (device,) = gemm_probe.probe()["devices"]
+    (device,) = select.probe()["devices"]
     told = {op["op"] for op in device["ops"] for b in op["backends"] if b["backend"] == "quack"}
     assert told == set(Quack.ops) < set(OPS)

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from beamq.beam.tensors import Role
 from beamq.errors import RecipeError
-from beamq.patterns import matches
-from beamq.recipe import BUILT_IN, load_recipe, parse_recipe
-from beamq.roles import Role
+from beamq.plan.recipe import BUILT_IN, load_recipe, matches, parse_recipe
 
 GOOD = {"name": "x", "summary": "y", "rules": {"expert": "nvfp4"}}
 

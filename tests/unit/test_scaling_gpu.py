@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from beamq.eval.verify import verify
+from beamq.eval.verify.verify import verify
 from benchmarks import scaling_gpu
 from benchmarks.convert_gpu import TINY
 from benchmarks.make_slice import make_slice

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from beamq.errors import DiskError, HubError, Interrupted
-from beamq.hub.demand_cache import DemandCache, claim_folder
-from beamq.hub.shard_supply import ShardSupply
+from beamq.io.shard_cache import DemandCache, ShardSupply, claim_folder
 
 SIZES = {name: 1000 for name in "abcdef"}
 

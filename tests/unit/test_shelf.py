@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from beamq.model.shelf import Shelf
+from beamq.model.forward import Shelf
 
 CPU = torch.device("cpu")
 

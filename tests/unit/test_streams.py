@@ -10,17 +10,15 @@ import pytest
 import torch
 from model_fixtures import DENSE, FULL, SLIDING, SPARSE, quantized_copy, random_beam, token_ids
 
-from beamq.checkpoint import open_checkpoint
-from beamq.config import BeamConfig
+from beamq.beam.config import BeamConfig
 from beamq.errors import EnvironmentFault
-from beamq.eval.alike import expect_same_files
-from beamq.eval.streams import StreamOptions, run_side_by_side
-from beamq.eval.weight_error import changed_tensors, weight_errors
+from beamq.eval.compare.side_by_side import StreamOptions, expect_same_files, run_side_by_side
+from beamq.eval.compare.weight_error import changed_tensors, weight_errors
 from beamq.formats import nvfp4
-from beamq.model.beam import LayerWeights
-from beamq.model.layer_stream import LayerStream, in_turns
-from beamq.model.linear import gemm_backend
-from beamq.model.load import LayerLoader
+from beamq.io.checkpoint import open_checkpoint
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.layer import LayerWeights
+from beamq.model.loader import LayerLoader, LayerStream, in_turns
 from beamq.ranks import Ranks
 
 OPTIONS = StreamOptions(
@@ -83,9 +81,9 @@ def test_batches_of_any_size_give_the_same_figures(
     ids = token_ids(5, 12, 96).numpy()
     found = []
     for tokens in (1 << 14, 24):  # 24 tokens: batches of two rows, the last of one
-        monkeypatch.setattr("beamq.eval.streams.BATCH_TOKENS", tokens)
-        monkeypatch.setattr("beamq.eval.streams.HEAD_ELEMENTS", 96 * tokens)
-        monkeypatch.setattr("beamq.eval.streams.CHUNK_ELEMENTS", 96 * 7)
+        monkeypatch.setattr("beamq.eval.compare.side_by_side.BATCH_TOKENS", tokens)
+        monkeypatch.setattr("beamq.eval.compare.side_by_side.HEAD_ELEMENTS", 96 * tokens)
+        monkeypatch.setattr("beamq.eval.compare.side_by_side.CHUNK_ELEMENTS", 96 * 7)
         found += run_side_by_side(open_checkpoint(source), [open_checkpoint(folder)], ids, OPTIONS)
     whole, parts = found
     assert parts.divergence.tokens == 60

@@ -11,11 +11,11 @@ import pytest
 import torch
 from kernel_sources import DTYPES, GLOBAL_SCALES, ITEMSIZE, encoded, shifted, sources
 
-from beamq.formats import nvfp4, sweep
-from beamq.formats.kernels import cpu, twin
+from beamq.formats import nvfp4
+from beamq.formats.kernels import cpu, torch_twin
 from beamq.formats.numerics import e2m1_codes, e2m1_values, unpack_nibbles
 
-BACKENDS: dict[str, tuple[Any, int]] = {"torch": (twin, -1)}
+BACKENDS: dict[str, tuple[Any, int]] = {"torch": (torch_twin, -1)}
 if os.environ.get("BEAMQ_CPU_KERNELS") != "torch":
     from beamq.formats.kernels import _cpu
 
@@ -60,7 +60,7 @@ def test_all_implementations_give_the_same_bytes(
             part = data[: count * ITEMSIZE[dtype]]
             for weights in (None, rng.lognormal(size=k).astype(np.float32)):
                 got = swept(backend, shifted(part, offset), dtype, k, global_scale, weights)
-                assert got == swept(twin, part, dtype, k, global_scale, weights)
+                assert got == swept(torch_twin, part, dtype, k, global_scale, weights)
 
 
 def block_errors(w_NB16: torch.Tensor, scale_NB: torch.Tensor, g: float) -> torch.Tensor:
@@ -79,7 +79,7 @@ def test_no_candidate_is_better(seed: int) -> None:
     by_max = nvfp4.quantize(w_NK, g).block_scale
     middle = by_max.view(torch.uint8).int()
     errors = []
-    for offset in sweep.candidate_offsets():
+    for offset in nvfp4.candidate_offsets():
         code = (middle + offset).clamp(1, 126).to(torch.uint8)
         errors.append(block_errors(w_NB16, code.view(torch.float8_e4m3fn), g))
     best = torch.stack(errors).amin(0)
@@ -96,8 +96,8 @@ def test_the_choice_clips_and_widens() -> None:
     chosen = nvfp4.quantize(w_NK, g, scales="sweep").block_scale.view(torch.uint8).int()
     offset = chosen - middle
     assert int(offset.min()) < 0 < int(offset.max())
-    assert int(offset.min()) >= -sweep.BELOW
-    assert int(offset.max()) <= sweep.ABOVE
+    assert int(offset.min()) >= -nvfp4.BELOW
+    assert int(offset.max()) <= nvfp4.ABOVE
     assert int(chosen.max()) <= 126  # the block that set the global scale can only go down
 
 
@@ -125,9 +125,9 @@ def test_ties_between_candidates(backend: Any, global_scale: float) -> None:
     values = np.concatenate((lone, mixed)) * size * rng.choice([-1, 1], (2048, 16))
     data = encoded(values.reshape(-1), "BF16")
     got = swept(backend, data, "BF16", 64, global_scale)
-    assert got == swept(twin, data, "BF16", 64, global_scale)
+    assert got == swept(torch_twin, data, "BF16", 64, global_scale)
     by_max = bytearray(2048)
-    twin.nvfp4_quantize(data, "BF16", 64, global_scale, bytearray(16384), by_max)
+    torch_twin.nvfp4_quantize(data, "BF16", 64, global_scale, bytearray(16384), by_max)
     moved = np.frombuffer(got[1], np.uint8).astype(int) - np.frombuffer(by_max, np.uint8)
     assert (moved < 0).sum() > 100
     assert (moved > 0).sum() > 100
@@ -179,7 +179,9 @@ def test_comparison_with_swept_scales(backend: Any) -> None:
     def outside(codes: bytes, scales: bytes, *, swept: bool = True) -> tuple[int, int]:
         found = backend.nvfp4_compare(data, "BF16", codes, scales, 64, g, swept)
         assert found == pytest.approx(
-            twin.nvfp4_compare(data, "BF16", codes, scales, 64, g, swept), rel=1e-12, nan_ok=True
+            torch_twin.nvfp4_compare(data, "BF16", codes, scales, 64, g, swept),
+            rel=1e-12,
+            nan_ok=True,
         )
         return found[3:]
 

@@ -1,6 +1,6 @@
 /* The scale sweep: for each block the best of 16 stored scales around the `max` rule's own.
  *
- * The rule is formats/sweep.py's; both do the same FP32 operations in the same order, so bytes are
+ * The rule is formats/nvfp4.py's; both do the same FP32 operations in the same order, so bytes are
  * equal. A tile's magnitudes are laid out by column (value j of 64 blocks side by side), so that a
  * candidate's error is one flat loop over blocks in which nothing is exchanged between lanes: each
  * block has its own scale in its own lane, and the 16 squares are added in registers.

@@ -99,9 +99,9 @@ def _choose() -> tuple[Any, Literal["c", "torch"]]:
                     f"BEAMQ_CPU_KERNELS=c, but the compiled kernels cannot be imported ({error}). "
                     "Reinstall beamq where a C compiler is found."
                 ) from error
-    from beamq.formats.kernels import twin  # imports torch
+    from beamq.formats.kernels import torch_twin  # imports torch
 
-    return twin, "torch"
+    return torch_twin, "torch"
 
 
 _backend, BACKEND = _choose()

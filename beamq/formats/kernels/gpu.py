@@ -17,14 +17,18 @@ Limits: NVIDIA GPUs of compute capability 8.9 or later (the E4M3 cast), Triton i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
+import triton.language as tl
 
-from beamq.formats import swizzle
-from beamq.formats.kernels import gpu_activations, gpu_fp8, gpu_nvfp4, gpu_nvfp4_decode
-from beamq.formats.numerics import NVFP4_BLOCK
-from beamq.formats.nvfp4 import QuantizedTensor
-from beamq.formats.swizzle import round_up
+from beamq.formats import nvfp4
+from beamq.formats.kernels import triton_fp8, triton_nvfp4, triton_sweep
+from beamq.formats.kernels.group_info import COUNTS_WORD, SCALE_WORD
+from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
+from beamq.formats.nvfp4 import QuantizedTensor, round_up
+from beamq.io.safetensors_header import ITEMSIZE
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WARP = 32
@@ -41,7 +45,7 @@ def amax(w: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"a matrix of {stack[0].nbytes} bytes; expected a multiple of 4")
     if stack.numel():
         grid = (triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), stack.shape[0])
-        gpu_nvfp4.amax_kernel[grid](
+        triton_nvfp4.amax_kernel[grid](
             _words(stack),
             peaks,
             words,
@@ -82,7 +86,7 @@ def nvfp4_quantize(
         counts = torch.zeros(4, dtype=torch.int32, device=w.device)
     blocks = n * k // NVFP4_BLOCK
     if stack.numel():
-        gpu_nvfp4.quantize_kernel[(triton.cdiv(blocks, _BLOCKS), stack.shape[0])](
+        triton_nvfp4.quantize_kernel[(triton.cdiv(blocks, _BLOCKS), stack.shape[0])](
             _words(stack),
             _words(out.codes),
             out.block_scale.view(torch.int8),
@@ -107,7 +111,7 @@ def nvfp4_dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) ->
     words = n * half // 4
     if out.numel():
         tile = 256
-        gpu_nvfp4_decode.dequantize_kernel[(triton.cdiv(words, tile), tensors)](
+        triton_nvfp4.dequantize_kernel[(triton.cdiv(words, tile), tensors)](
             _words(q.codes),
             q.block_scale.view(torch.int8),
             q.global_scale.to(torch.float32).reshape(-1).expand(tensors).contiguous(),
@@ -144,7 +148,7 @@ def fp8_quantize_rows(
         counts = torch.zeros(2, dtype=torch.int32, device=w.device)
     if rows and k:
         chunk = _chunk(k)
-        gpu_fp8.quantize_rows_kernel[(rows,)](
+        triton_fp8.quantize_rows_kernel[(rows,)](
             w,
             codes,
             scale,
@@ -166,7 +170,7 @@ def fp8_dequantize_rows(
     k = codes.shape[-1]
     if out.numel():
         chunk = _chunk(k)
-        gpu_fp8.dequantize_rows_kernel[(codes.numel() // k,)](
+        triton_fp8.dequantize_rows_kernel[(codes.numel() // k,)](
             codes.contiguous(),
             scale.to(torch.float32).contiguous(),
             out,
@@ -184,7 +188,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if out.numel():
         chunk = _chunk(width)
-        gpu_activations.swiglu_kernel[(out.numel() // width,)](
+        triton_nvfp4.swiglu_kernel[(out.numel() // width,)](
             gate_up, out, WIDTH=width, CHUNK=chunk, num_warps=_warps(chunk)
         )
     return out
@@ -211,14 +215,14 @@ def nvfp4_tokens(
     if k % NVFP4_BLOCK:
         raise ValueError(f"K is {k}; NVFP4 needs a multiple of {NVFP4_BLOCK}")
     count = x.shape[0] if rows is None else rows.numel()
-    padded = round_up(count, swizzle.ROWS) if padded_rows is None else padded_rows
+    padded = round_up(count, nvfp4.ROWS) if padded_rows is None else padded_rows
     codes = torch.empty(count, k // 2, dtype=torch.uint8, device=x.device)
     per_row = k // NVFP4_BLOCK
-    columns = round_up(per_row, swizzle.COLUMNS)
+    columns = round_up(per_row, nvfp4.COLUMNS)
     scales = torch.zeros(padded * columns, dtype=torch.uint8, device=x.device)
     if count:
         tile = 128
-        gpu_activations.quantize_tokens_kernel[(triton.cdiv(count * per_row, tile),)](
+        triton_nvfp4.quantize_tokens_kernel[(triton.cdiv(count * per_row, tile),)](
             _words(x),
             x if rows is None else rows,
             x if scale_rows is None else scale_rows,
@@ -265,3 +269,99 @@ def _check(w: torch.Tensor) -> None:
 def _words(t: torch.Tensor) -> torch.Tensor:
     """The same memory as int32."""
     return t.view(-1).view(torch.int32)
+
+
+# A conversion job's kernels on the GPU: launched one after another, nothing waits in between.
+#
+# In:  addresses of device memory: source bytes of packed rows [n, k] (of an NVFP4 scale group the
+#      members' rows one below the other), and room for codes, scales and `INFO_BYTES` of zeros.
+# Out: codes and scales as formats/nvfp4.py and fp8.py have them; in `info` what the caller has to
+#      know, for one copy to the host (group_info.py).
+#
+# The global scale of a group is computed where the largest magnitude is, on the device: fetching
+# the one to compute the other would stop the stream of copies and kernels for each of 25,000
+# groups. It is one IEEE division, so its bits are those of `cpu.nvfp4_global_scale`, and the
+# caller compares.
+#
+# Kernels are launched on bare addresses: a view of a tensor costs a turn at the interpreter, of
+# which conversion has none to spare (convert/gpu_queue.py). Limits: as gpu.py; addresses are
+# multiples of 16. Launches go to the current stream.
+
+_CODES = {"BF16": 0, "F16": 1, "F32": 2}
+_FLOOR = tl.constexpr(2.0**-126)
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """What Triton takes for a tensor: an address and the dtype of what lies there."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+@triton.jit
+def _scale_kernel(info: tl.tensor, SCALE: tl.constexpr) -> None:
+    """The global scale behind amax in `info`; FP32 words, one program."""
+    amax = tl.load(info)
+    one_if_zero = tl.where(amax == 0, 1.0, amax)
+    tl.store(info + SCALE, tl.maximum(tl.div_rn(one_if_zero, 2688.0), _FLOOR))
+
+
+def nvfp4_group(
+    source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int, rule: str
+) -> None:
+    """Codes U8 [n, k/2] and block scales E4M3 [n, k/16] with one global scale for all rows.
+
+    `dtype` is the source's ("BF16", "F16", "F32"); `rule` is "max" or "sweep".
+    """
+    words, blocks = n * k * ITEMSIZE[dtype] // 4, n * k // NVFP4_BLOCK
+    src = Pointer(source, torch.int32)
+    triton_nvfp4.amax_kernel[(triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), 1)](
+        src,
+        Pointer(info, torch.int32),
+        words,
+        DTYPE=_CODES[dtype],
+        TILE=_AMAX_TILE,
+        STEPS=_AMAX_STEPS,
+        num_warps=8,
+    )
+    _scale_kernel[(1,)](Pointer(info, torch.float32), SCALE=SCALE_WORD)
+    sweeps = rule == "sweep"
+    kernel = triton_sweep.sweep_kernel if sweeps else triton_nvfp4.quantize_kernel
+    tile = triton_sweep._TILE if sweeps else _BLOCKS
+    more = {"enable_fp_fusion": False} if sweeps else {}
+    kernel[(triton.cdiv(blocks, tile), 1)](
+        src,
+        Pointer(codes, torch.int32),
+        Pointer(scales, torch.int8),
+        Pointer(info + 4 * SCALE_WORD, torch.float32),
+        Pointer(info + 4 * COUNTS_WORD, torch.int32),
+        blocks,
+        DTYPE=_CODES[dtype],
+        TILE=tile,
+        EVEN=blocks % tile == 0,
+        num_warps=tile // 32,
+        **more,
+    )
+
+
+def fp8_rows(
+    source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int
+) -> None:
+    """Codes E4M3 [n, k] and row scales F32 [n, 1]."""
+    chunk = _chunk(k)
+    triton_fp8.quantize_rows_kernel[(n,)](
+        Pointer(source, TORCH_DTYPES[dtype]),
+        Pointer(codes, torch.float8_e4m3fn),
+        Pointer(scales, torch.float32),
+        Pointer(info + 4 * COUNTS_WORD, torch.int32),
+        stride=k,
+        K=k,
+        CHUNK=chunk,
+        SWIGLU=False,
+        num_warps=_warps(chunk),
+    )

@@ -1,0 +1,232 @@
+"""`calibrate`: a checkpoint and text in, a statistics file out; the whole of `beamq calibrate`.
+
+Everything that can be known first is: the source's headers, the data, the device, the memory.
+Then `CalibrationPass` takes all samples through the model, a layer at a time. Its state lies
+beside the statistics (`STATS.state`) and goes when the file is whole; a run that was stopped
+continues from there and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from beamq.beam.config import BeamConfig
+from beamq.calib.setup import CalibrationOptions, Prepared
+from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, save_stats
+from beamq.errors import CalibrationError, Interrupted, ResumeError
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.lock import OutputLock, refuse_busy
+from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
+from beamq.io.shard_writer import disk_errors, make_folder
+from beamq.plan.sources import map_sources
+from beamq.ranks import current_ranks
+from beamq.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from beamq.calib.run import LayerDone
+    from beamq.calib.state import RunState
+
+STATE_SUFFIX = ".state"
+
+
+def calibrate(
+    source: str | Path,
+    stats: str | Path,
+    *,
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    experts: ExpertsMode = "routed",
+    percentile: float | None = None,
+    second_moments: bool = False,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    gemm: str = "auto",
+    max_device_memory: int | None = None,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_start: Callable[[Prepared], None] = lambda prepared: None,
+    on_layer: Callable[[LayerDone], None] = lambda done: None,
+) -> CalibrationStats:
+    """Run a BF16, F16 or F32 Beam on text and write what its linears saw to the file `stats`.
+
+    `source` is a folder or `org/name[@revision]` on the Hub (at most `cache_bytes` of it on disk).
+    See `CalibrationOptions` for what can be asked. Under torchrun, experts are split over ranks;
+    statistics are bit for bit those of one process. `on_start` is called with data and needs
+    before work, `on_layer` after each layer. Raises `CalibrationError` for data, or for activations
+    that are not finite; `ResumeError` for a file or state that is in the way; `Interrupted` on
+    SIGINT or SIGTERM.
+    """
+    options = CalibrationOptions(
+        data=tuple(data),
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        experts=experts,
+        percentile=percentile,
+        second_moments=second_moments,
+        dtype=dtype,
+        device=device,
+        gemm=gemm,
+        max_device_memory=max_device_memory,
+    )
+    ranks = current_ranks()
+    target = Path(stats).expanduser()
+    if target.exists() and not (resume or overwrite):
+        raise _in_the_way(target)
+    if ranks.world == 1:  # one of several would meet its own first rank there
+        refuse_busy(state_folder(target))
+    try:
+        place, budget = state_folder(target) / f"source-{ranks.rank}", cache_bytes // ranks.world
+        with ExitStack() as stack:
+            with ranks.agreeing():
+                checkpoint = stack.enter_context(
+                    open_checkpoint(source, cache_bytes=budget, cache_folder=place)
+                )
+                map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
+            prepared = Prepared(checkpoint, options, ranks)
+            if ranks.first:
+                on_start(prepared)
+            with ranks.meeting():
+                finished = _finished(target, prepared, resume=resume, overwrite=overwrite)
+            if finished is not None:
+                return finished
+            return _run(target, prepared, resume, overwrite, on_layer)
+    finally:
+        ranks.leave()
+
+
+def state_folder(target: Path) -> Path:
+    """Where a run that makes the file `target` keeps its state."""
+    return target.with_name(target.name + STATE_SUFFIX)
+
+
+def _in_the_way(target: Path) -> ResumeError:
+    return ResumeError(f"{target}: exists; give --overwrite to replace it, or another name")
+
+
+def _finished(
+    target: Path, prepared: Prepared, *, resume: bool, overwrite: bool
+) -> CalibrationStats | None:
+    """The statistics of this very run if `target` has them already and `resume` was given."""
+    if not target.exists() or overwrite:
+        return None
+    if not resume:
+        raise _in_the_way(target)
+    found = load_stats(target)
+    found.check_model(prepared.fingerprint, prepared.checkpoint.label)
+    odd = _differences(found, prepared)
+    if odd:
+        raise ResumeError(
+            f"{target}: made with {', '.join(odd)}; run as before, or give --overwrite"
+        )
+    return found
+
+
+def _differences(found: CalibrationStats, prepared: Prepared) -> list[str]:
+    """What was asked for when `found` was made and is not now, as options."""
+    options, wanted = prepared.options, prepared.data_record()
+    if len(found.data) != 1:
+        return [f"{len(found.data)} data sets merged"]
+    had = found.data[0]
+    moments = any(entry.second_moment is not None for entry in found.inputs.values())
+    pairs = {
+        "--samples": (had.get("samples_asked"), wanted["samples_asked"]),
+        "--sequence-length": (had.get("sequence_length"), wanted["sequence_length"]),
+        "--seed": (had.get("seed"), wanted["seed"]),
+        "--dtype": (had.get("activations"), wanted["activations"]),
+        "--experts": (found.experts, options.experts),
+        "--percentile": (found.percentile, options.percentile),
+        "second moments": (moments, options.second_moments),
+    }
+    odd = [f"{name} {was}, not {now}" for name, (was, now) in pairs.items() if was != now]
+    if not odd and found.data_digests != (prepared.data.digest,):
+        odd.append("other text (--data)")
+    return odd
+
+
+def _run(
+    target: Path,
+    prepared: Prepared,
+    resume: bool,
+    overwrite: bool,
+    on_layer: Callable[[LayerDone], None],
+) -> CalibrationStats:
+    from beamq.calib.state import RunState
+
+    ranks = prepared.ranks
+    state = RunState(state_folder(target), prepared.identity())
+    lock: OutputLock | None = None
+    try:
+        with ranks.meeting():
+            if ranks.first:
+                state.check_space(prepared.state_nbytes)  # before anything is made
+                with disk_errors(state.folder, "creating the state folder"):
+                    make_folder(state.folder)
+                lock = OutputLock(state.folder)
+                if overwrite:
+                    state.clear()
+                state.begin(resume=resume)
+        with ranks.talking():
+            result = run_pass(prepared, state, on_layer)
+        with ranks.meeting():
+            if ranks.first:
+                prepared.checkpoint.check_unchanged()
+                save_stats(result, target)
+                state.remove()
+        return result
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def run_pass(
+    prepared: Prepared, state: RunState, on_layer: Callable[[LayerDone], None]
+) -> CalibrationStats:
+    """The pass alone, with signals caught."""
+    from beamq.calib.run import CalibrationPass
+
+    stop = threading.Event()
+    done = 0
+
+    def after(layer: LayerDone) -> None:
+        nonlocal done
+        done = layer.layer + 1
+        if prepared.ranks.first:
+            on_layer(layer)
+
+    run = CalibrationPass(prepared, state, after=after, stopped=stop.is_set)
+    with stop_on_signals(stop):
+        try:
+            return run.run()
+        except Interrupted:
+            layers = prepared.checkpoint.config["num_hidden_layers"]
+            raise Interrupted(
+                f"interrupted; {done} of {layers} layers are calibrated."
+                " Run the same command with --resume to continue"
+            ) from None
+
+
+def merge_statistics(paths: Sequence[str | Path], target: str | Path) -> CalibrationStats:
+    """Merge statistics files of one model on different data into `target`.
+
+    Raises `CalibrationError` where they do not belong together, `ResumeError` if `target` exists.
+    """
+    from beamq.calib.statistics import merge
+
+    target = Path(target).expanduser()
+    if len(paths) < 2:
+        raise CalibrationError(f"merging takes at least two statistics files, {len(paths)} given")
+    if target.exists():
+        raise ResumeError(f"{target}: exists; choose another name")
+    merged = load_stats(Path(paths[0]).expanduser())
+    for path in paths[1:]:
+        merged = merge(merged, load_stats(Path(path).expanduser()))
+    save_stats(merged, target)
+    return merged

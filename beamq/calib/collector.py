@@ -1,0 +1,441 @@
+"""From what flows through a forward pass to statistics: the observer that calibration uses.
+
+In: inputs of linears and choices of routers, as `model.observe` shows them, layer by layer. Out:
+for each finished layer its `InputStats` by entry and its routed tokens (`LayerRecord`).
+
+The one idea: each input is looked at once, on the device where it is, by a reduction that makes
+no copy of it; what is kept is a few numbers for each expert. Nothing waits for the device before
+the layer's end. Largest magnitudes are exact: those of the activation dtype, widened to FP32.
+
+Tokens with a NaN or infinity at some input are left out of that input's statistics, all of the
+token, and counted (`suspects`). What is rarer is paid for only where it is asked for:
+
+    percentile       a count for each BF16 magnitude (32,768 of them); the answer is the smallest
+                     magnitude that at least that share of values does not exceed, exact for BF16
+                     activations and rounded up to the next BF16 value for FP32 ones
+    second_moments   FP64 sums of squares for each input channel
+
+Limits: one layer at a time; with experts="all" the routed inputs are not looked at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from beamq.beam.config import BeamConfig
+from beamq.calib.statistics import MAX_DROPPED_NAMES, ExpertsMode, InputStats
+from beamq.errors import CalibrationError, Interrupted, UsageError
+from beamq.model.observers import Quiet
+
+MAGNITUDES = 1 << 15  # BF16 bit patterns without the sign
+CHUNK_ELEMENTS = 1 << 22
+_GROUPS = {"qkv_gate": "qkv_gate", "o_proj": "o", "gate_up": "gate_up", "down_proj": "down"}
+_ATTENTION = ("qkv_gate", "o_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """A finished layer. `suspects` maps modules to tokens left out at their input, where any were;
+    for the experts, the first module of them."""
+
+    layer: int
+    inputs: dict[str, InputStats]
+    routed_tokens: NDArray[np.int64] | None
+    suspects: dict[str, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entry:
+    """Running values of one entry: tensors of [G] on the device, G experts or 1."""
+
+    amax: torch.Tensor
+    bad: torch.Tensor
+    rows: NDArray[np.int64]
+    counts: torch.Tensor | None = None  # [G, MAGNITUDES]
+    squares: torch.Tensor | None = None  # [G, K]
+
+
+class Collector:
+    """An `Observer`. `take(layer)` ends a layer; `stopped` may end the pass from outside."""
+
+    def __init__(
+        self,
+        config: BeamConfig,
+        device: torch.device,
+        *,
+        experts: ExpertsMode = "routed",
+        percentile: float | None = None,
+        second_moments: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if percentile is not None and not 0 < percentile <= 100:
+            raise UsageError(f"percentile is {percentile}, expected more than 0 and at most 100")
+        self.every_expert = experts == "all"
+        self.expert_inputs = experts == "routed"
+        self._config = config
+        self._device = device
+        self._percentile = percentile
+        self._second_moments = second_moments
+        self._stopped = stopped
+        self._entries: dict[str, _Entry] = {}
+        self._routed: torch.Tensor | None = None
+
+    def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
+        """Input of an attention or dense-MLP group."""
+        parent = "self_attn" if group in _ATTENTION else "mlp"
+        self._add(f"layers.{layer}.{parent}.{_GROUPS[group]}", x_TK, 0, (0, x_TK.shape[0]), 1)
+
+    def expert_input(
+        self, layer: int, group: str, x_SK: torch.Tensor, first: int, offsets: Sequence[int]
+    ) -> None:
+        """Routed input of some experts."""
+        if not self.every_expert:
+            self._add_experts(layer, group, x_SK, first, offsets)
+
+    def every_expert_input(self, layer: int, group: str, x_TK: torch.Tensor, expert: int) -> None:
+        """Input of one expert over all tokens."""
+        self._add_experts(layer, group, x_TK, expert, (0, x_TK.shape[0]))
+
+    def routing(
+        self,
+        layer: int,
+        logits_TE: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+    ) -> None:
+        """Count the chosen experts."""
+        counts = torch.bincount(experts_Tk.flatten(), minlength=self._config.num_experts)
+        self._routed = counts if self._routed is None else self._routed + counts
+
+    def expert_amax(self, layer: int, group: str) -> float:
+        """Largest magnitude so far at the inputs of a group of a layer's experts, over all."""
+        entry = self._entries.get(f"layers.{layer}.experts.{_GROUPS[group]}")
+        return 0.0 if entry is None else float(entry.amax.max())
+
+    def take(self, layer: int) -> LayerRecord:
+        """What was seen of `layer`; the collector is then ready for the next one."""
+        inputs: dict[str, InputStats] = {}
+        suspects: dict[str, int] = {}
+        for name, entry in self._entries.items():
+            bad = entry.bad.cpu().numpy()
+            if bad.any():
+                suspects[_module(name, int(bad.nonzero()[0][0]))] = int(bad.sum())
+            inputs[name] = self._stats(name, entry, entry.rows - bad)
+        routed = None if self._routed is None else self._routed.cpu().numpy()
+        self._entries, self._routed = {}, None
+        return LayerRecord(layer=layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
+
+    def _add_experts(
+        self, layer: int, group: str, x_SK: torch.Tensor, first: int, offsets: Sequence[int]
+    ) -> None:
+        name = f"layers.{layer}.experts.{_GROUPS[group]}"
+        self._add(name, x_SK, first, offsets, self._config.num_experts)
+
+    def _add(
+        self, name: str, x_SK: torch.Tensor, first: int, offsets: Sequence[int], size: int
+    ) -> None:
+        """Rows offsets[i]:offsets[i+1] belong to place first + i of an entry of `size`."""
+        if self._stopped():
+            raise Interrupted("stopped")
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = self._new(x_SK.shape[1], size)
+        here = slice(first, first + len(offsets) - 1)
+        amax, bad = segment_amax(x_SK, offsets)
+        entry.amax[here] = torch.maximum(entry.amax[here], amax)
+        entry.bad[here] += bad
+        entry.rows[here] += [end - begin for begin, end in itertools.pairwise(offsets)]
+        for place, low, high in _busy(offsets):
+            if entry.counts is not None:
+                _count_magnitudes(x_SK[low:high], entry.counts[first + place])
+            if entry.squares is not None:
+                _add_squares(x_SK[low:high], entry.squares[first + place])
+
+    def _new(self, width: int, size: int) -> _Entry:
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
+
+        return _Entry(
+            amax=zeros(size, dtype=torch.float32),
+            bad=zeros(size, dtype=torch.int64),
+            rows=np.zeros(size, dtype=np.int64),
+            counts=None if self._percentile is None else zeros(size, MAGNITUDES, dtype=torch.int64),
+            squares=zeros(size, width, dtype=torch.float64) if self._second_moments else None,
+        )
+
+    def _stats(self, name: str, entry: _Entry, rows: NDArray[np.int64]) -> InputStats:
+        amax = entry.amax.cpu().numpy()
+        percentile = moment = None
+        if entry.counts is not None and self._percentile is not None:
+            high = _percentile(entry.counts, self._percentile).cpu().numpy()
+            percentile = np.minimum(high, amax)
+        if entry.squares is not None:
+            mean = entry.squares.cpu().numpy() / np.maximum(rows, 1)[:, None]
+            moment = np.minimum(mean, np.finfo(np.float32).max).astype(np.float32)
+        shape: tuple[int, ...] = rows.shape if ".experts." in name else ()
+        return InputStats(
+            amax=amax.reshape(shape),
+            rows=rows.reshape(shape),
+            percentile=None if percentile is None else percentile.reshape(shape),
+            second_moment=None if moment is None else moment.reshape(*shape, moment.shape[-1]),
+        )
+
+
+def _module(entry: str, expert: int) -> str:
+    """A linear that reads the input of an entry (`layers.4.experts.down` and 7, say)."""
+    parent, _, group = entry.rpartition(".")
+    linear = {"qkv_gate": "q_proj", "gate_up": "gate_proj"}.get(group, f"{group}_proj")
+    if parent.endswith(".experts"):
+        return f"model.{parent.removesuffix('experts')}mlp.experts.{expert}.{linear}"
+    return f"model.{parent}.{linear}"
+
+
+def segment_amax(x_SK: torch.Tensor, offsets: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(largest |x| FP32 [G], rows left out int64 [G]) of each segment's rows; 0 where it has none.
+
+    A row with a NaN or infinity is left out as a whole.
+    """
+    if x_SK.device.type == "cpu":
+        # A plain reduction over everything is 20 times faster there than one over each row.
+        amax = _segments_at_once(x_SK, offsets)
+        bad = torch.zeros(len(amax), dtype=torch.int64)
+        for place in (~amax.isfinite()).nonzero().flatten().tolist():
+            rows = x_SK[offsets[place] : offsets[place + 1]]
+            amax[place : place + 1], bad[place : place + 1] = _by_rows(rows, (0, len(rows)))
+        return amax, bad
+    return _by_rows(x_SK, offsets)
+
+
+def _segments_at_once(x_SK: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
+    amax = torch.zeros(len(offsets) - 1)
+    found = [(place, torch.aminmax(x_SK[low:high])) for place, low, high in _busy(offsets)]
+    if found and x_SK.shape[1]:
+        lows = torch.stack([each.min for _, each in found])
+        highs = torch.stack([each.max for _, each in found])
+        amax[[place for place, _ in found]] = torch.maximum(lows.neg(), highs).float()
+    return amax
+
+
+def _by_rows(x_SK: torch.Tensor, offsets: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    row_S = torch.linalg.vector_norm(x_SK, math.inf, dim=1).float()
+    finite_S = row_S.isfinite()
+    lengths = torch.tensor(np.diff(offsets), device=x_SK.device)
+    if not x_SK.shape[0]:
+        return torch.zeros_like(lengths, dtype=torch.float32), torch.zeros_like(lengths)
+    amax = torch.segment_reduce(
+        torch.where(finite_S, row_S, 0.0), "max", lengths=lengths, initial=0.0
+    )
+    # Sums of ones are exact in FP32 up to 2**24 rows, more than a batch has.
+    bad = torch.segment_reduce((~finite_S).float(), "sum", lengths=lengths, initial=0.0)
+    return amax, bad.long()
+
+
+def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place, first row, end row) of the segments that have rows."""
+    for place in range(len(offsets) - 1):
+        if offsets[place + 1] > offsets[place]:
+            yield place, offsets[place], offsets[place + 1]
+
+
+def _finite_rows(x_SK: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The rows without NaN or infinity, some at a time."""
+    step = max(1, CHUNK_ELEMENTS // max(x_SK.shape[1], 1))
+    for start in range(0, x_SK.shape[0], step):
+        rows = x_SK[start : start + step]
+        yield rows[rows.isfinite().all(1)]
+
+
+def _count_magnitudes(x_SK: torch.Tensor, counts: torch.Tensor) -> None:
+    for rows in _finite_rows(x_SK):
+        if rows.dtype == torch.bfloat16:
+            bits = rows.view(torch.int16).int() & 0x7FFF
+        else:
+            bits = (rows.float().view(torch.int32) & 0x7FFFFFFF) + 0xFFFF >> 16
+        counts += torch.bincount(bits.flatten(), minlength=MAGNITUDES)
+
+
+def _percentile(counts_GM: torch.Tensor, percentile: float) -> torch.Tensor:
+    """FP32 [G]: the smallest magnitude that `percentile` percent of values do not exceed."""
+    running_GM = counts_GM.cumsum(1)
+    # Less a millionth, or 99.9% of 1,000 values would be 999.0000000000001 of them, so 1,000.
+    wanted_G1 = (running_GM[:, -1:].double() * (percentile / 100) - 1e-6).ceil().long()
+    wanted_G1.clamp_(min=1)
+    place_G = torch.searchsorted(running_GM, wanted_G1)[:, 0].clamp_(max=MAGNITUDES - 1)
+    empty_G = running_GM[:, -1] == 0
+    value_G = (place_G.int() << 16).view(torch.float32)
+    return torch.where(empty_G, 0.0, value_G)
+
+
+def _add_squares(x_SK: torch.Tensor, squares_K: torch.Tensor) -> None:
+    for rows in _finite_rows(x_SK):
+        squares_K += rows.double().square().sum(0)
+
+
+# How much of a layer its batches have passed, for whoever shows progress within layers.
+#
+# In: the pass, as an observer. Out: calls of `tell(layer, share)`, each time a batch enters a
+# layer, with the share (0 to 1) of batches that entered before it. Limits: where experts come in
+# slices or are visited, all batches enter before the first of them is through; where processes
+# share batches, each sees its own only.
+
+
+class LayerPace(Quiet):
+    """Counts `batches` into each layer; no input is copied or looked at."""
+
+    expert_inputs = False
+
+    def __init__(self, batches: int, tell: Callable[[int, float], None]) -> None:
+        self._batches = batches
+        self._tell = tell
+        self._layer = -1
+        self._entered = 0
+
+    def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
+        """The first of a layer's inputs is a batch that enters it."""
+        if group != "qkv_gate":
+            return
+        if layer != self._layer:
+            self._layer, self._entered = layer, 0
+        self._tell(layer, self._entered / self._batches)
+        self._entered += 1
+
+
+# Statistics of several ranks as one, and tokens that went bad: what happens between two layers.
+#
+# In: what the collector has of a finished layer, at this rank; hidden states. Out: the layer's
+# statistics over all ranks, and which tokens hold a NaN or infinity, by sequence and position.
+#
+# A token that is not finite at some input has hidden states that are not finite behind that layer,
+# and never gets well again. Its sequence soon follows: attention weighs masked values with 0, and
+# 0 times infinity is NaN. So bad tokens are looked for in the hidden states, once a layer, and the
+# input where it began is found in the collector's counts.
+
+MAX_DROPPED_SHARE = 0.01
+"""Of all tokens. One bad sequence among 128 is passed over, two of them stop the run."""
+
+
+def combine(records: Sequence[LayerRecord], *, divided: bool = False) -> LayerRecord:
+    """One layer's record from those of all ranks, each with experts of its own.
+
+    What is not an expert's was seen by each rank of its own batches, if they were `divided`;
+    otherwise by every rank alike, and the first one's is taken.
+    """
+    first = records[0]
+    if len(records) == 1:
+        return first
+    names = dict.fromkeys(name for record in records for name in record.inputs)
+    suspects: dict[str, int] = {}
+    for record in records:
+        for module, count in record.suspects.items():
+            known = suspects.get(module, 0)
+            suspects[module] = known + count if divided else max(count, known)
+    inputs: dict[str, InputStats] = {}
+    for name in names:
+        found = [record.inputs[name] for record in records if name in record.inputs]
+        if ".experts." in name:
+            inputs[name] = _sum_of_experts(found)
+        else:
+            inputs[name] = _of_all_batches(found) if divided else found[0]
+    routed = first.routed_tokens
+    if divided:
+        counts = [r.routed_tokens for r in records if r.routed_tokens is not None]
+        routed = np.asarray(sum(counts)) if counts else None
+    return LayerRecord(layer=first.layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
+
+
+def _of_all_batches(entries: Sequence[InputStats]) -> InputStats:
+    """Each rank saw some of the batches; largest magnitudes and rows only."""
+    return InputStats(
+        amax=np.asarray(np.maximum.reduce([entry.amax for entry in entries])),
+        rows=np.asarray(sum(entry.rows for entry in entries)),
+    )
+
+
+def _sum_of_experts(entries: Sequence[InputStats]) -> InputStats:
+    """Each expert is at one rank; all others have zeros in its place."""
+    arrays = [entry.arrays() for entry in entries]
+    return InputStats(**{key: np.asarray(sum(a[key] for a in arrays)) for key in arrays[0]})
+
+
+class TokenWatch:
+    """Which tokens are not finite, by batch. All batches hold whole rows of `length` tokens.
+
+    `first_rows` has the first row of each batch, `total` is the number of all tokens.
+    """
+
+    def __init__(self, length: int, total: int, first_rows: Sequence[int]) -> None:
+        self._length = length
+        self._total = total
+        self._first_rows = first_rows
+        self._bad: dict[int, torch.Tensor] = {}
+        self.dropped = 0
+        self.names: list[str] = []
+
+    def continue_from(
+        self, hidden: Iterable[torch.Tensor], dropped: int, names: Sequence[str]
+    ) -> None:
+        """Take up the state of an earlier run."""
+        self._bad = self.bad_tokens(dict(enumerate(hidden)))
+        self.dropped, self.names = dropped, list(names)
+
+    def look_at_embeddings(self, hidden: Sequence[torch.Tensor]) -> None:
+        """As `look`, in front of the first layer."""
+        self._count(self.bad_tokens(dict(enumerate(hidden))), "in its embedding")
+
+    def bad_tokens(self, hidden: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Which tokens of the batches in `hidden`, by number, are not finite: bool [rows, length]
+        on the CPU. Sound batches are left out."""
+        fine = {number: _finite(h_TK) for number, h_TK in hidden.items()}  # all before any answer
+        return {
+            number: (~h_TK.isfinite().all(1)).cpu().view(-1, self._length)
+            for number, h_TK in hidden.items()
+            if not fine[number]
+        }
+
+    def look(self, record: LayerRecord, bad: Mapping[int, torch.Tensor]) -> None:
+        """Count and name what went bad in this layer: `bad_tokens` of all batches behind it.
+
+        Raises `CalibrationError` when more than `MAX_DROPPED_SHARE` of all tokens are bad.
+        """
+        where = f"at the output of model.layers.{record.layer}"
+        if record.suspects:
+            where = f"at the input of {next(iter(record.suspects))}"
+        self._count(bad, where)
+
+    def _count(self, bad: Mapping[int, torch.Tensor], where: str) -> None:
+        for number, bad_RT in sorted(bad.items()):
+            earlier_RT = self._bad.get(number, torch.zeros_like(bad_RT))
+            self._name(bad_RT, earlier_RT.any(1).tolist(), self._first_rows[number], where)
+            self._bad[number] = bad_RT
+        self.dropped = sum(int(bad_RT.sum()) for bad_RT in self._bad.values())
+        if self.dropped > MAX_DROPPED_SHARE * self._total:
+            raise CalibrationError(
+                f"{self.dropped:,} of {self._total:,} tokens hold NaN or infinity:"
+                f" {self.names[-1]}. Check the source's weights, or choose other data"
+            )
+
+    def _name(
+        self, bad_RT: torch.Tensor, known: Sequence[bool], first_row: int, where: str
+    ) -> None:
+        """Name sequences that were sound so far."""
+        for row, bad_T in enumerate(bad_RT):
+            places = bad_T.nonzero().flatten().tolist()
+            if not places or known[row] or len(self.names) >= MAX_DROPPED_NAMES:
+                continue
+            span = f"position {places[0]}"
+            if len(places) > 1:
+                span = f"{len(places)} positions from {places[0]} on"
+            self.names.append(f"sequence {first_row + row}, {span}: not finite {where}")
+
+
+def _finite(h_TK: torch.Tensor) -> torch.Tensor:
+    """A bool []; without a copy of the tensor."""
+    low, high = torch.aminmax(h_TK)
+    return low.isfinite() & high.isfinite()

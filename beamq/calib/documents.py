@@ -1,0 +1,520 @@
+"""What `--data` names: a spec parsed, and its documents in a seeded order.
+
+In: specs such as `notes.md`, `src/`, `chats.jsonl:0.3`, `owner/name,split=test:2`.
+Out: `DataSpec` and, from `documents`, an iterator of texts that is read only as far as needed.
+
+The one idea: a file is a row of *units* (a stretch of a text file, a block of lines, a row group
+of a parquet file) that can be counted from its size or footer alone. Units of a whole folder are
+shuffled, then read one by one until the caller has enough. So a corpus of any size costs what is
+used of it, and one long file cannot crowd out the others: a text file is taken in pieces of a few
+rows, cut at line ends, each a document of its own.
+
+    DATA          file | folder | dataset            then optionally `:WEIGHT`
+    dataset       owner/name[,config=C][,split=S][,revision=R]     on the Hugging Face Hub
+
+A name that exists on disk is a path, whatever it looks like (`odd:0.5` may be a file). A folder
+is read recursively: .txt .md .py as text, .jsonl .parquet as rows; hidden entries are left out.
+Limits: UTF-8 only; a file above 65,536 units (1 GB of text at 2,048 tokens) is sampled evenly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from beamq.errors import BeamqError, CalibrationError, MissingDependencyError
+from beamq.io.hub import hub_call
+
+# Rows of .jsonl and .parquet files and of Hub datasets, and the text in a row.
+#
+# In: a file's stretch, or a dataset's name. Out: `Row`s (a mapping, and a way to say where it
+# stood); `text_of` turns one into a document.
+#
+# A row's `text` is used as it is; without one, its `messages` (a list of objects with `role` and
+# `content`) go through the tokenizer's chat template. A row with neither column is an error that
+# lists its columns, since guessing a column calibrates on something nobody chose. A row whose text
+# is empty, or whose conversation the template refuses, is passed over.
+#
+# Lines are read by byte offset, never as a whole file: a line belongs to the stretch it starts in.
+# `datasets` and `pyarrow` are imported where first used (0.2 to 1 s, and most runs need neither).
+# A Hub dataset is streamed through a shuffle buffer, so only what is used is downloaded.
+
+COLUMNS = ("text", "messages")
+MAX_LINE_BYTES = 1 << 28
+SHUFFLE_BUFFER_ROWS = 1024
+LOOK_UP_SECONDS = 10.0
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
+Skip = Callable[[str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row and where it is from (called only for a message: finding a line number reads)."""
+
+    values: Mapping[str, Any]
+    where: Callable[[], str]
+
+
+def text_of(row: Row, *, render: Render, skip: Skip) -> str | None:
+    """A row's document, or None (and `skip` told why) where it has nothing to give."""
+    text, messages = row.values.get("text"), row.values.get("messages")
+    if not any(column in row.values for column in COLUMNS):
+        columns = ", ".join(list(map(str, row.values))[:8]) or "none"
+        raise CalibrationError(
+            f"{row.where()}: no column `text` or `messages` (columns: {columns[:120]});"
+            " rename the column that holds the text"
+        )
+    if text is not None and not isinstance(text, str):
+        raise CalibrationError(
+            f"{row.where()}: `text` is a {type(text).__name__}, expected a string"
+        )
+    if text and text.strip():
+        return _sound(text)
+    if not messages:
+        skip("empty rows", row.where())
+        return None
+    rendered = render(_conversation(messages, row))
+    if not rendered or not rendered.strip():
+        skip("conversations that the chat template refuses", row.where())
+        return None
+    return _sound(rendered)
+
+
+def _sound(text: str) -> str:
+    """JSON may hold half a surrogate pair, which no tokenizer takes; it becomes `?`."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _conversation(messages: Any, row: Row) -> list[dict[str, Any]]:
+    """Check `messages`; columns that a table filled with nulls are left out of each message."""
+    good = isinstance(messages, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    )
+    if not good:
+        raise CalibrationError(
+            f"{row.where()}: `messages` is not a list of objects with `role` and `content`"
+        )
+    return [
+        {key: value for key, value in message.items() if value is not None} for message in messages
+    ]
+
+
+def jsonl_rows(path: Path, start: int, stop: int) -> list[Row]:
+    """The rows of the lines that start at bytes [start, stop) of a .jsonl file."""
+    found: list[Row] = []
+    with path.open("rb") as file:
+        if start:
+            # The byte before tells whether a line starts at `start`; one that starts earlier
+            # and reaches past `stop` leaves nothing for this stretch.
+            file.seek(start - 1)
+            if not file.readline(stop - start + 1).endswith(b"\n"):
+                return found
+        while (offset := file.tell()) < stop:
+            line = file.readline(MAX_LINE_BYTES)
+            if not line:
+                break
+            if line.strip():
+                found.append(_parse_line(path, offset, line))
+    return found
+
+
+def _parse_line(path: Path, offset: int, line: bytes) -> Row:
+    def where() -> str:
+        return f"{path}, line {_line_number(path, offset)}"
+
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as fault:
+        raise CalibrationError(f"{where()}: not JSON: {str(fault)[:120]}") from None
+    if not isinstance(values, dict):
+        raise CalibrationError(f"{where()}: a {type(values).__name__}, expected a JSON object")
+    return Row(values, where)
+
+
+def _line_number(path: Path, offset: int) -> int:
+    count, left = 1, offset
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
+
+
+def parquet_groups(path: Path) -> int:
+    """Number of row groups; `CalibrationError` where the file is broken or has no known column."""
+    file = _open_parquet(path)
+    names = file.schema_arrow.names
+    if not any(column in names for column in COLUMNS):
+        raise CalibrationError(
+            f"{path}: no column `text` or `messages` (columns: {', '.join(names)[:120]});"
+            " rename the column that holds the text"
+        )
+    return int(file.metadata.num_row_groups)
+
+
+def parquet_rows(path: Path, group: int, rng: random.Random) -> Iterator[Row]:
+    """Rows of one row group, in an order drawn from `rng`; only the known columns are read."""
+    file = _open_parquet(path)
+    columns = [column for column in COLUMNS if column in file.schema_arrow.names]
+    try:
+        table = file.read_row_group(group, columns=columns)
+    except (OSError, ValueError) as fault:  # pyarrow's own errors derive from these
+        raise CalibrationError(f"{path}, row group {group}: {str(fault)[:120]}") from fault
+    order = list(range(table.num_rows))
+    rng.shuffle(order)
+    for index in order:
+        values = {column: table.column(column)[index].as_py() for column in columns}
+        yield Row(values, lambda index=index: f"{path}, row {index} of row group {group}")  # type: ignore[misc]
+
+
+def _open_parquet(path: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as fault:
+        raise MissingDependencyError(f"{path}: parquet needs `pyarrow`: {fault}") from fault
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except (OSError, ValueError) as fault:
+        raise CalibrationError(f"{path}: not a parquet file: {str(fault)[:120]}") from fault
+
+
+def hub_rows(name: str, options: Mapping[str, str], *, seed: int) -> Iterator[Row]:
+    """Rows of a Hub dataset, streamed, shuffled with `seed`; `options`: config, split, revision."""
+    try:
+        import datasets
+    except ImportError as fault:
+        raise MissingDependencyError(f"--data {name} needs `datasets`: {fault}") from fault
+    try:
+        _look_up(name, options.get("revision"))
+        found = datasets.load_dataset(
+            name,
+            options.get("config"),
+            split=options.get("split"),
+            revision=options.get("revision"),
+            streaming=True,
+        )
+        if "split" not in options:
+            found = _only_split(name, found)
+        shuffled = found.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER_ROWS)
+        for index, values in enumerate(shuffled):
+            yield Row(values, lambda index=index: f"dataset {name}, row {index} as shuffled")  # type: ignore[misc]
+    except BeamqError:
+        raise
+    except Exception as fault:  # network, Hub, config and format errors share no base class
+        raise CalibrationError(
+            f"--data {name}: neither a file or folder here nor a dataset that could be read from"
+            f" the Hub: {type(fault).__name__}: {str(fault)[:160]}"
+        ) from fault
+
+
+def _look_up(name: str, revision: str | None) -> None:
+    """Ask the Hub whether there is such a dataset: `datasets` would ask for minutes.
+
+    Raises `HubError` (there is none, or it is gated), `HubUnreachableError`.
+    """
+    from huggingface_hub import HfApi
+
+    hub_call(
+        f"datasets/{name}",
+        "looking for a dataset of that name (no file or folder here has it)",
+        lambda: HfApi().dataset_info(name, revision=revision, timeout=LOOK_UP_SECONDS),
+        attempts=2,
+    )
+
+
+def _only_split(name: str, splits: Mapping[str, Any]) -> Any:
+    """The split to use where none was named: `train`, or the only one."""
+    if "train" in splits:
+        return splits["train"]
+    if len(splits) == 1:
+        return next(iter(splits.values()))
+    raise CalibrationError(
+        f"--data {name}: has no split `train`; choose one of {', '.join(splits)[:120]}"
+        f" (--data {name},split=...)"
+    )
+
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+ROW_SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (*TEXT_SUFFIXES, *ROW_SUFFIXES)
+OTHER_SUFFIXES = (  # of files that are not read, but are no dataset either
+    ".json", ".csv", ".tsv", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".text",
+    ".rst", ".html", ".xml", ".yaml", ".yml", ".pdf", ".docx", ".log",
+)  # fmt: skip
+JSONL_BLOCK_BYTES = 1 << 16
+MAX_UNITS_PER_FILE = 1 << 16
+MAX_WAITING_CHARACTERS = 1 << 26
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?((,[a-z]+=[^,]+)*)")
+_HUB_OPTIONS = ("config", "split", "revision")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """One `--data`. `name` is what records show: never a path, which is the user's own business."""
+
+    text: str
+    kind: Literal["file", "folder", "hub"]
+    name: str
+    weight: float
+    path: Path | None = None
+    options: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceLog:
+    """What reading a source met: files considered, and what was passed over and why."""
+
+    files: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def skip(self, reason: str, where: str) -> None:
+        """Count something passed over; the first of each reason is named."""
+        self.skipped[reason] += 1
+        self.examples.setdefault(reason, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Bytes [start, stop) of a text or .jsonl file, or row group `start` of a .parquet file.
+
+    `length` is what a unit of this file has, even where the end of the file left this one less.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    length: int
+    named: bool
+
+
+def parse_spec(text: str) -> DataSpec:
+    """Read one `--data`. Raises `CalibrationError` for a bad weight, or a name that is nothing."""
+    if not text.strip():
+        raise CalibrationError("--data is empty; give a file, a folder or a dataset's name")
+    if Path(text).expanduser().exists():
+        return _path_spec(text, text, 1.0)
+    name, weight = _split_weight(text)
+    if Path(name).expanduser().exists():
+        return _path_spec(text, name, weight)
+    found = _HUB.fullmatch(name)
+    if found is None or _looks_like_path(name):
+        raise CalibrationError(
+            f"--data {text}: no such file or folder (and not a dataset's name: owner/name)"
+        )
+    options = [option.split("=", 1) for option in found[2].split(",") if option]
+    keys = [key for key, _ in options]
+    for key in keys:
+        if key not in _HUB_OPTIONS or keys.count(key) > 1:
+            raise CalibrationError(
+                f"--data {text}: option {key!r} is unknown or given twice;"
+                f" a dataset takes {', '.join(_HUB_OPTIONS)}"
+            )
+    return DataSpec(
+        text=text,
+        kind="hub",
+        name=name.partition(",")[0],
+        weight=weight,
+        options=tuple((key, value) for key, value in options),
+    )
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a name that is not there was meant for a file or folder, not for a dataset.
+
+    By how it begins, how it ends, or since the folder it would lie in is here.
+    """
+    path = Path(name)
+    begins = name.startswith((".", "~", "/"))
+    ends = path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES)
+    return begins or ends or ("/" in name and path.parent.is_dir())
+
+
+def _split_weight(text: str) -> tuple[str, float]:
+    """Take `:0.3` off; a colon before what is no number (`C:\\data`) belongs to the name."""
+    name, colon, tail = text.rpartition(":")
+    try:
+        weight = float(tail)
+    except ValueError:
+        return text, 1.0
+    if not colon or not name:
+        return text, 1.0
+    if not (math.isfinite(weight) and weight > 0):
+        raise CalibrationError(f"--data {text}: weight {tail} is not above 0; leave the data out")
+    return name, weight
+
+
+def _path_spec(text: str, name: str, weight: float) -> DataSpec:
+    path = Path(name).expanduser()
+    kind: Literal["file", "folder"] = "folder" if path.is_dir() else "file"
+    if kind == "file" and path.suffix not in SUFFIXES:
+        raise CalibrationError(
+            f"--data {text}: unknown kind of file; expected one of {' '.join(SUFFIXES)}"
+        )
+    return DataSpec(text=text, kind=kind, name=path.resolve().name, weight=weight, path=path)
+
+
+def documents(
+    spec: DataSpec, *, seed: str, piece: int, render: Render, log: SourceLog
+) -> Iterator[str]:
+    """Texts of a source in an order that `seed` fixes, none much longer than 2 x `piece`.
+
+    `render` turns a conversation into text. What is passed over is counted in `log`.
+    """
+    rng = random.Random(seed)
+    if spec.path is None:
+        found = hub_rows(spec.name, dict(spec.options), seed=rng.getrandbits(31))
+        return in_pieces(_row_texts(found, render, log), piece=piece, rng=rng)
+    files = [spec.path] if spec.kind == "file" else _walk(spec)
+    log.files = len(files)
+    units = [unit for path in files for unit in _units(path, piece, spec.kind == "file")]
+    rng.shuffle(units)
+    return in_pieces(_unit_texts(units, render, rng, log), piece=piece, rng=rng)
+
+
+def in_pieces(texts: Iterable[str], *, piece: int, rng: random.Random) -> Iterator[str]:
+    """Cut texts above 2 x `piece` characters at line ends; one piece of each first, then the rest.
+
+    A book in one row would otherwise fill every sample. What waits is bounded: past
+    `MAX_WAITING_CHARACTERS` pieces come as they are met.
+    """
+    waiting: list[str] = []
+    characters = 0
+    for text in texts:
+        if len(text) <= 2 * piece:
+            yield text
+            continue
+        pieces = list(_cut(text, piece))
+        yield pieces.pop(rng.randrange(len(pieces)))
+        if characters > MAX_WAITING_CHARACTERS:
+            yield from pieces
+            continue
+        waiting += pieces
+        characters += len(text)
+    rng.shuffle(waiting)
+    yield from waiting
+
+
+def _cut(text: str, piece: int) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        newline = text.find("\n", start + piece - 1, start + 2 * piece)
+        stop = newline + 1 if newline >= 0 else start + piece
+        if text[start:stop].strip():
+            yield text[start:stop]
+        start = stop
+
+
+def _unit_texts(
+    units: Iterable[_Unit], render: Render, rng: random.Random, log: SourceLog
+) -> Iterator[str]:
+    for unit in units:
+        try:
+            if unit.path.suffix in TEXT_SUFFIXES:
+                yield from _text_piece(unit, log)
+            elif unit.path.suffix == ".jsonl":
+                block = jsonl_rows(unit.path, unit.start, unit.stop)
+                rng.shuffle(block)
+                yield from _row_texts(block, render, log)
+            else:
+                group = parquet_rows(unit.path, unit.start, rng)
+                yield from _row_texts(group, render, log)
+        except OSError as fault:
+            raise _unreadable(unit.path, fault) from fault
+
+
+def _unreadable(path: object, fault: OSError) -> CalibrationError:
+    return CalibrationError(f"{path}: cannot be read: {fault.strerror or fault}")
+
+
+def _row_texts(found: Iterable[Row], render: Render, log: SourceLog) -> Iterator[str]:
+    for row in found:
+        text = text_of(row, render=render, skip=log.skip)
+        if text is not None:
+            yield text
+
+
+def _walk(spec: DataSpec) -> list[Path]:
+    """Files of a folder that hold data, sorted; neither hidden entries nor linked folders."""
+    found: list[Path] = []
+
+    def refuse(fault: OSError) -> None:
+        raise _unreadable(fault.filename, fault) from fault
+
+    for folder, inner, names in os.walk(spec.path or "", onerror=refuse):
+        inner[:] = [name for name in inner if not name.startswith(".") and name != "__pycache__"]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        found += [path for path in paths if path.suffix in SUFFIXES and path.is_file()]
+    if not found:
+        raise CalibrationError(
+            f"--data {spec.text}: the folder has no file of a known kind ({' '.join(SUFFIXES)})"
+        )
+    return sorted(found)
+
+
+def _units(path: Path, piece: int, named: bool) -> list[_Unit]:
+    """The stretches a file is read in. Where there would be too many, evenly spaced ones."""
+    if path.suffix == ".parquet":
+        return [_Unit(path, group, group, 0, named) for group in range(parquet_groups(path))]
+    length = piece if path.suffix in TEXT_SUFFIXES else JSONL_BLOCK_BYTES
+    try:
+        size = path.stat().st_size
+    except OSError as fault:
+        raise _unreadable(path, fault) from fault
+    stride = max(length, math.ceil(size / MAX_UNITS_PER_FILE))
+    return [
+        _Unit(path, start, min(start + length, size), length, named)
+        for start in range(0, size, stride)
+    ]
+
+
+def _text_piece(unit: _Unit, log: SourceLog) -> Iterator[str]:
+    """The lines that start at bytes [start, stop), as text; nothing where there is only space.
+
+    A file that isn't UTF-8 is an error where the user named it, and passed over in a folder.
+    """
+    data = _lines(unit)
+    try:
+        text = data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as fault:
+        if unit.named:
+            raise CalibrationError(
+                f"{unit.path}: not UTF-8 at byte {unit.start + fault.start};"
+                " convert it (iconv -t UTF-8) or leave it out"
+            ) from None
+        log.skip("pieces that are not UTF-8", str(unit.path))
+        return
+    if text.strip():
+        yield text
+
+
+def _lines(unit: _Unit) -> bytes:
+    """Bytes from the first boundary at or after `start` to the first at or after `stop`.
+
+    A boundary is just after a newline; in a longer line than a unit, between two characters.
+    Being a function of the position alone, it makes neighbouring units meet exactly.
+    """
+    before = max(unit.start - 1, 0)
+    with unit.path.open("rb") as file:
+        file.seek(before)
+        data = file.read(unit.stop + unit.length - before)
+    first = 0 if unit.start == 0 else _boundary(data, unit.start - before, unit.length)
+    return data[first : _boundary(data, unit.stop - before, unit.length)]
+
+
+def _boundary(data: bytes, position: int, length: int) -> int:
+    newline = data.find(b"\n", position - 1, position - 1 + length)
+    if newline >= 0:
+        return newline + 1
+    while position < len(data) and data[position] & 0xC0 == 0x80:
+        position += 1
+    return position

@@ -1,0 +1,296 @@
+"""The forward pass that calibration watches: all samples through all layers, resumable.
+
+In: `Prepared` (checkpoint, options, data, device). Out: `CalibrationStats`.
+
+    embed -> [layer: forward, collect, meet, look for bad tokens, `after`, save] ... -> statistics
+
+The one idea: a layer's statistics are complete when the last batch has left it, while the next
+layer is already being read. `after(layer, ...)` gets them at that moment; a converter that taps
+the loader's reads needs nothing more to write the layer out.
+
+What is on the device at once is `calib.device`'s plan. Limits: prefill; rows of one length.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+import torch
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import classify
+from beamq.calib.collector import Collector, LayerPace, TokenWatch, combine
+from beamq.calib.expert_rounding import ExpertRounding, Group, RoundedGroup
+from beamq.calib.setup import Prepared, batch_rows
+from beamq.calib.state import RunState, Saved
+from beamq.calib.statistics import CalibrationStats
+from beamq.io.checkpoint import Checkpoint
+from beamq.model.attention import SequenceLayout
+from beamq.model.expert_parallel import Alone, ExpertExchange, exchange_for
+from beamq.model.forward import Batch, run_layers
+from beamq.model.gemm.reference import Gemm
+from beamq.model.gemm.select import gemm_backend
+from beamq.model.loader import LayerLoader, LayerStream, SuppliedLoader, Tap
+from beamq.model.observers import Observer
+from beamq.version import __version__
+
+# Keep a long pass on a CPU from growing: what libraries hold on to, layer after layer.
+#
+# Two things grow that no tensor of ours accounts for. oneDNN, which runs torch's BF16 products,
+# keeps a compiled kernel for every shape it has met, and each expert's row count is a new shape:
+# some 10 MB a layer, up to 1,024 kernels. And glibc keeps what is freed between what is not: sizes
+# differ from layer to layer, so the holes do not fit. Both are process-wide settings, harmless to
+# others: kernels are compiled again in microseconds, free memory is taken again as it is needed.
+
+KEPT_KERNELS = "64"
+TRIM_SECONDS = 1.0
+
+
+def cap_kernel_caches() -> None:
+    """Before the first product of the process; later it has no effect. The user's own wins."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, KEPT_KERNELS)
+
+
+class HeapTrim:
+    """Hands unused heap back to the system now and then, where the C library can (glibc).
+
+    Not after every small layer: what is handed back and needed again costs page faults.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self._trim: Callable[[int], int] | None = ctypes.CDLL(None).malloc_trim
+        except (AttributeError, OSError):
+            self._trim = None
+        self._next = 0.0
+
+    def between_layers(self) -> None:
+        """Trim if it is time."""
+        if self._trim is not None and time.monotonic() >= self._next:
+            self._trim(0)
+            self._next = time.monotonic() + TRIM_SECONDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerDone:
+    """Told after each of `layers` layers: its own statistics; source bytes of layers so far."""
+
+    layer: int
+    layers: int
+    done_nbytes: int
+    total_nbytes: int
+    stats: CalibrationStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Visit:
+    """Experts to be rounded on the way: see `ExpertRounding`."""
+
+    wanted: Mapping[int, Set[Group]]
+    method: str
+    write: Callable[[int, Group, RoundedGroup], None]
+    stopped: Callable[[], bool]
+
+
+class CalibrationPass:
+    """One run. `stopped` ends it between two inputs; `state` is begun and removed by the caller.
+
+    `tap` sees every tensor the loader reads, once; `after` each finished layer's statistics.
+    `visit` has experts rounded as soon as their layer's inputs are known. `passed` is told of a
+    layer and the share of its batches that have passed, while it runs.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        state: RunState,
+        *,
+        tap: Tap | None = None,
+        after: Callable[[LayerDone], None] = lambda done: None,
+        visit: Visit | None = None,
+        passed: Callable[[int, float], None] | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        checkpoint, options, data = prepared.checkpoint, prepared.options, prepared.data
+        self._checkpoint = checkpoint
+        self._config = BeamConfig.from_dict(checkpoint.config)
+        self._options = options
+        self._data = data
+        self._device = device = prepared.device
+        self._plan = prepared.plan
+        self._dtype = getattr(torch, options.dtype)
+        self._ranks = prepared.ranks
+        # Largest magnitudes of some batches and of others make those of all; FP64 sums and
+        # percentiles would not, to the bit.
+        self._divided = options.percentile is None and not options.second_moments
+        self._state = state
+        self._after = after
+        self._tap = tap
+        self._visit = visit
+        self._passed = passed
+        self._stopped = stopped
+        self._rows = batch_rows(device, data.samples, data.sequence_length)
+        self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
+        self._heap = HeapTrim()
+        self._watch = TokenWatch(
+            data.sequence_length, data.tokens, [rows.start for rows in self._rows]
+        )
+        self._save = False
+        self._collector = Collector(
+            self._config,
+            device,
+            experts=options.experts,
+            percentile=options.percentile,
+            second_moments=options.second_moments,
+            stopped=stopped,
+        )
+        self._stats = CalibrationStats(
+            model_name=checkpoint.label,
+            model_fingerprint=prepared.fingerprint,
+            experts=options.experts,
+            total_tokens=data.tokens,
+            inputs={},
+            routed_tokens={},
+            data=(prepared.data_record(),),
+            versions={
+                "beamq": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+            },
+            percentile=options.percentile,
+        )
+
+    def run(self) -> CalibrationStats:
+        """All layers. Raises `CalibrationError`, `MemoryBudgetError`, `Interrupted`, ..."""
+        final = self._state.load_final()
+        if final is not None and self._visit is None:
+            return final
+        cap_kernel_caches()
+        exchange = exchange_for(self._ranks, self._config, divided=self._divided)
+        saved = self._state.load()
+        if saved is not None and self._visit is not None and min(self._visit.wanted) <= saved.layer:
+            saved = None  # experts behind it have to be rounded again, and their inputs are gone
+        first = 0 if saved is None else saved.layer + 1
+        alone = isinstance(exchange, Alone)
+        plain = self._device.type == "cpu" and self._options.gemm == "auto"
+        gemm = gemm_backend("reference" if plain else self._options.gemm)
+        with SuppliedLoader(
+            self._checkpoint,
+            self._config,
+            first=first,
+            experts=exchange.experts,
+            keep_rest=self._tap is not None,
+            stopped=self._stopped,
+            dtype=self._dtype,
+            device=self._device,
+            tap=self._tap,
+        ) as loader:
+            batches = self._embed(loader) if saved is None else self._take_up(saved)
+            stream = LayerStream(
+                loader,
+                layers=range(first, self._config.num_layers),
+                slice_experts=self._plan.slice_experts,
+                experts=None if alone else exchange.experts,
+            )
+            run_layers(
+                stream,
+                batches,
+                gemm=gemm,
+                observers=self._observers(),
+                resident_bytes=self._plan.resident_nbytes,
+                done=lambda layer: self._finish(layer, batches, exchange),
+                whole=self._saves,
+                exchange=None if alone else exchange,
+                visitor=self._visitor(gemm),
+            )
+        return self._stats
+
+    def _observers(self) -> list[Observer]:
+        if self._passed is None:
+            return [self._collector]
+        return [self._collector, LayerPace(len(self._rows), self._passed)]
+
+    def _visitor(self, gemm: Gemm) -> ExpertRounding | None:
+        visit = self._visit
+        if visit is None:
+            return None
+        return ExpertRounding(
+            visit.wanted,
+            method=visit.method,
+            config=self._config,
+            gemm=gemm,
+            amax=self._expert_amax,
+            write=visit.write,
+            stopped=visit.stopped,
+        )
+
+    def _expert_amax(self, layer: int, group: str) -> float:
+        """Over the experts of all processes."""
+        return float(max(self._ranks.gather(self._collector.expert_amax(layer, group))))
+
+    def _embed(self, loader: LayerLoader) -> list[Batch]:
+        """The states in front of the first layer."""
+        table = loader.embedding()
+        ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
+        hidden = [table[vector] for vector in ids]
+        self._watch.look_at_embeddings(hidden)
+        return self._batches(hidden)
+
+    def _take_up(self, saved: Saved) -> list[Batch]:
+        """The states an earlier run saved."""
+        self._stats = saved.stats
+        self._watch.continue_from(saved.hidden, saved.stats.dropped_rows, saved.stats.dropped_names)
+        return self._batches(saved.hidden)
+
+    def _batches(self, hidden: Sequence[torch.Tensor]) -> list[Batch]:
+        length = self._data.sequence_length
+        layouts = [SequenceLayout.rectangle(r.stop - r.start, length) for r in self._rows]
+        return [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
+
+    def _saves(self, layer: int) -> bool:
+        """Whether the first rank is going to save this layer's state, which takes all batches."""
+        due = layer + 1 < self._config.num_layers and self._state.due
+        self._save = self._ranks.gather(due)[0]
+        return self._save
+
+    def _finish(self, layer: int, batches: Sequence[Batch], exchange: ExpertExchange) -> None:
+        hidden = [batch.h_TK for batch in batches]
+        home = {number: h_TK for number, h_TK in enumerate(hidden) if exchange.mine(number)}
+        found = self._ranks.gather((self._collector.take(layer), self._watch.bad_tokens(home)))
+        record = combine([theirs for theirs, _ in found], divided=self._divided)
+        self._watch.look(record, {n: bad_RT for _, bad in found for n, bad_RT in bad.items()})
+        routed = {} if record.routed_tokens is None else {layer: record.routed_tokens}
+        own = replace(self._stats, inputs=record.inputs, routed_tokens=routed)
+        self._stats = replace(
+            self._stats.with_layer(record.inputs, routed),
+            dropped_rows=self._watch.dropped,
+            dropped_names=tuple(self._watch.names),
+        )
+        layers = self._config.num_layers
+        self._after(
+            LayerDone(
+                layer=layer,
+                layers=layers,
+                done_nbytes=sum(self._layer_nbytes[: layer + 1]),
+                total_nbytes=sum(self._layer_nbytes),
+                stats=own,
+            )
+        )
+        self._heap.between_layers()
+        if self._ranks.first and self._save:
+            self._state.save(layer, self._stats, hidden)
+
+
+def _layer_nbytes(checkpoint: Checkpoint, layers: int) -> list[int]:
+    sizes = [0] * layers
+    for spec in checkpoint.tensors.values():
+        layer = classify(spec.name).layer
+        if layer is not None and layer < layers:
+            sizes[layer] += spec.nbytes
+    return sizes

@@ -1,0 +1,308 @@
+"""What a calibration needs and can have before its first layer: data, device, memory, model.
+
+In: an opened source and `CalibrationOptions`. Out: `Prepared`. Faults of the data, the device or
+the options end the run here, before any work.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from beamq.beam.config import BeamConfig
+from beamq.calib.data import load_calibration_data
+from beamq.calib.expert_rounding import rounding_nbytes
+from beamq.calib.statistics import ExpertsMode
+from beamq.errors import DeviceError, UsageError
+from beamq.io.checkpoint import Checkpoint
+from beamq.model.expert_parallel import own_experts
+from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
+from beamq.model.logits import usable_device
+from beamq.ranks import Ranks
+from beamq.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+
+# What a calibration can be told, checked before anything is read. Imports no torch.
+#
+# Defaults by device, where nothing else is asked for:
+#
+#     GPU    256 samples of 2,048 tokens (524,288), what public NVFP4 checkpoints are calibrated on
+#     CPU    128 samples of   512 tokens  (65,536), so that a small Beam takes seconds
+#
+# and never longer samples than the model's `max_position_embeddings`.
+
+DTYPES = ("bfloat16", "float32")
+DEFAULT_SIZE = {"cuda": (256, 2048), "cpu": (128, 512)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """Raises `UsageError` when made with values that make no sense.
+
+    `data` are `--data` specs (none: the default text). `experts` "all" shows every expert every
+    token, for statistics only. `percentile` (99.9, say) and `second_moments` ask for more than
+    largest magnitudes. `dtype` is that of activations; `device` "auto" is the GPU where there is
+    one, and `gemm` "auto" the fastest that works there. `max_device_memory` is in bytes (None:
+    what is free on a GPU, no limit on a CPU).
+    """
+
+    data: tuple[str, ...] = ()
+    samples: int | None = None
+    sequence_length: int | None = None
+    seed: int = 0
+    experts: ExpertsMode = "routed"
+    percentile: float | None = None
+    second_moments: bool = False
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    gemm: str = "auto"
+    max_device_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "sequence_length", "max_device_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name.replace('_', ' ')} is {value}, expected at least 1")
+        if self.experts not in get_args(ExpertsMode):
+            raise UsageError(f"experts is {self.experts!r}, expected routed or all")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
+        if self.percentile is not None and not 0 < self.percentile <= 100:
+            raise UsageError(
+                f"percentile is {self.percentile}, expected more than 0 and at most 100"
+            )
+
+    def size(self, device_type: str, config: Mapping[str, Any]) -> tuple[int, int]:
+        """(samples, sequence length) on a device, for a model's config.json."""
+        samples, length = DEFAULT_SIZE.get(device_type, DEFAULT_SIZE["cpu"])
+        longest = config.get("max_position_embeddings")
+        if not isinstance(longest, int) or longest < 1:
+            longest = None
+        if self.sequence_length is not None:
+            length = self.sequence_length
+            if longest is not None and length > longest:
+                raise UsageError(
+                    f"sequence length {length:,} is beyond the model's max_position_embeddings"
+                    f" ({longest:,})"
+                )
+        elif longest is not None:
+            length = min(length, longest)
+        return self.samples or samples, length
+
+    def recorded(self) -> dict[str, str]:
+        """What of this changes the statistics, besides the data, by option."""
+        return {
+            "--experts": self.experts,
+            "--percentile": str(self.percentile),
+            "--second-moments": str(self.second_moments),
+            "--dtype": self.dtype,
+        }
+
+
+class Prepared:
+    """Raises `CalibrationError`, `UsageError`, `DeviceError` or `MemoryBudgetError` when made."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: CalibrationOptions,
+        ranks: Ranks,
+        *,
+        visited: bool = False,
+        waiting_nbytes: int = 0,
+        taken_nbytes: int = 0,
+    ) -> None:
+        """What a conversion on the way adds to memory: `visited`, that it rounds experts by their
+        inputs; `waiting_nbytes`, of members that wait for their partners; `taken_nbytes` of the
+        device, besides the forward pass."""
+
+        self.checkpoint = checkpoint
+        self.options = options
+        self.ranks = ranks
+        self.device: torch.device = choose_device(options.device, ranks)
+        samples, length = options.size(self.device.type, checkpoint.config)
+        self.data = load_calibration_data(
+            options.data,
+            checkpoint.root,
+            samples=samples,
+            sequence_length=length,
+            seed=options.seed,
+        )
+        plan = plan_device(
+            checkpoint,
+            options,
+            ranks,
+            self.device,
+            samples=self.data.samples,
+            length=self.data.sequence_length,
+            visited=visited,
+            taken_nbytes=taken_nbytes,
+        )
+        self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
+        self.fingerprint = checkpoint.content_digest()
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes on disk of a run's state: two sets of hidden states, the old one until the new one
+        is whole."""
+        itemsize = 4 if self.options.dtype == "float32" else 2
+        return 2 * self.data.tokens * int(self.checkpoint.config["hidden_size"]) * itemsize
+
+    def data_record(self) -> dict[str, Any]:
+        """What the statistics say of the data, and of how it was run."""
+        return {**self.data.to_dict(), "activations": self.options.dtype}
+
+    def identity(self) -> dict[str, str]:
+        """What must be equal for a run to continue another; options under their names."""
+        import torch
+
+        return {
+            "version of beamq": __version__,
+            "version of torch": torch.__version__,
+            "source": self.checkpoint.fingerprint(),
+            "device": self.device.type,
+            "--samples": str(self.data.samples_asked),
+            "--sequence-length": str(self.data.sequence_length),
+            "--seed": str(self.data.seed),
+            "--data": self.data.digest,
+            **self.options.recorded(),
+        }
+
+
+# Where a calibration runs and what it needs there: the device, batches, memory.
+#
+# In: headers, the number of tokens, a limit. Out: a `DevicePlan` whose figures are upper bounds of
+# what tensors take, known before any work.
+#
+# On the device: two units of weights (one in use, one read ahead), one batch's activations, and the
+# hidden states of all samples as far as they fit. Whole layers come first, then states; where not
+# even whole layers fit, their experts come in slices and all states wait on the host. On a CPU
+# device and host are one, and the limit is on weights and activations.
+
+BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
+FREE_SHARE = 0.9  # of a GPU's free memory, where no limit was given
+_UNITS = 2  # of weights: one in use, one read ahead
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Experts to a slice (None: whole layers) and bytes of states on the device (None: all).
+
+    `device_nbytes` is what a GPU needs, 0 on a CPU; `host_nbytes` what the host does.
+    """
+
+    slice_experts: int | None
+    resident_nbytes: int | None
+    device_nbytes: int
+    host_nbytes: int
+
+
+def choose_device(name: str, ranks: Ranks) -> torch.device:
+    """The device of this process; "auto" and "cuda" are one GPU a rank.
+
+    Raises `UsageError` for another name, `DeviceError` where there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = usable_device(name)
+    if device.type == "cuda" and ":" not in name:
+        local = int(os.environ.get("LOCAL_RANK", 0)) if ranks.world > 1 else 0
+        if local >= torch.cuda.device_count():
+            raise DeviceError(
+                f"rank {ranks.rank} has no GPU of its own: {torch.cuda.device_count()} are here;"
+                " start one process a GPU"
+            )
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)  # NCCL uses the current one
+    return device
+
+
+def batch_rows(device: torch.device, samples: int, length: int) -> list[slice]:
+    """Samples in batches of about `BATCH_TOKENS` tokens, at least one sample each."""
+    rows = max(1, BATCH_TOKENS[device.type] // length)
+    return [slice(first, min(first + rows, samples)) for first in range(0, samples, rows)]
+
+
+def plan_device(
+    checkpoint: Checkpoint,
+    options: CalibrationOptions,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    samples: int,
+    length: int,
+    visited: bool = False,
+    taken_nbytes: int = 0,
+) -> DevicePlan:
+    """The plan of one process, beside `taken_nbytes` that others will take of a GPU.
+
+    Raises `MemoryBudgetError` if one expert at a time is too much.
+    """
+    config = BeamConfig.from_dict(checkpoint.config)
+    budget = options.max_device_memory
+    if budget is None and device.type == "cuda":
+        budget = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]) - taken_nbytes
+    batch = max(rows.stop - rows.start for rows in batch_rows(device, samples, length)) * length
+    return fit(
+        checkpoint,
+        config,
+        dtype=getattr(torch, options.dtype),
+        batch_tokens=batch,
+        tokens=samples * length,
+        experts=len(own_experts(ranks, config)),
+        budget=budget,
+        on_gpu=device.type == "cuda",
+        rounding_nbytes=rounding_nbytes(device.type, config) if visited else 0,
+    )
+
+
+def fit(
+    checkpoint: Checkpoint,
+    config: BeamConfig,
+    *,
+    dtype: torch.dtype,
+    batch_tokens: int,
+    tokens: int,
+    experts: int,
+    budget: int | None,
+    on_gpu: bool = False,
+    rounding_nbytes: int = 0,
+) -> DevicePlan:
+    """`plan_device` from its numbers; `experts` are this process's own, of each layer.
+
+    `rounding_nbytes` is what rounding experts on the way takes of the device, if it is done.
+    """
+    sizes = layer_bytes(checkpoint, config, dtype)
+    activations = activation_bytes(config, batch_tokens, dtype) + rounding_nbytes
+    states = tokens * config.hidden_size * dtype.itemsize
+    weights = _UNITS * (sizes.base + sizes.expert * experts)
+    count, resident = None, None
+    if budget is not None:
+        rest = budget - weights - activations
+        if rest < 0:
+            found = experts_per_slice(
+                checkpoint, config, dtype, budget - rounding_nbytes, batch_tokens
+            )
+            count, resident = min(found or experts, experts), 0
+            weights = _UNITS * (sizes.base + sizes.expert * count)
+    if count is not None or experts < config.num_experts or rounding_nbytes:
+        states += tokens * config.hidden_size * _FP32  # sums between slices, or ranks
+    if budget is not None and count is None and states > budget - weights - activations:
+        resident = budget - weights - activations
+    on_device = states if resident is None else min(states, resident)
+    embedding = config.vocab_size * config.hidden_size * dtype.itemsize + states
+    here = weights // _UNITS + states - on_device if on_gpu else weights + activations + states
+    return DevicePlan(
+        slice_experts=count,
+        resident_nbytes=resident,
+        device_nbytes=weights + activations + on_device if on_gpu else 0,
+        host_nbytes=max(here, embedding),
+    )

@@ -1,1 +1,0 @@
-"""The model card that travels with the weights."""

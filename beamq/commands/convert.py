@@ -1,0 +1,323 @@
+"""`beamq quantize`: options in, one call into the library, a folder and what became of it out."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from beamq.commands import outcome
+from beamq.commands.options import (
+    AsJson,
+    CacheBudget,
+    Checkpoint,
+    Data,
+    Debug,
+    Device,
+    DeviceMemory,
+    DryRun,
+    DtypeOption,
+    Exclude,
+    ExpertsOption,
+    HostMemory,
+    KvCacheOption,
+    Output,
+    Overwrite,
+    Quiet,
+    Recipe,
+    Resume,
+    Samples,
+    Seed,
+    SequenceLength,
+    ShardSize,
+    Source,
+    Verbose,
+    Workers,
+)
+from beamq.commands.plan import FORMAT_NAMES, plan_data
+from beamq.errors import counted
+from beamq.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from beamq.convert.dequantize import DequantizeResult
+    from beamq.convert.quantize import QuantizeResult
+    from beamq.report.console import Block, Screen
+
+
+def quantize(
+    source: Source,
+    output: Output,
+    recipe: Recipe = "nvfp4",
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibration",
+            metavar="STATS",
+            help="Statistics for NVFP4 input scales; nvfp4-gptq takes none.",
+        ),
+    ] = None,
+    no_calibration: Annotated[
+        bool, typer.Option("--no-calibration", help="NVFP4 input scales all 1.0 instead.")
+    ] = False,
+    data: Data = None,
+    samples: Samples = None,
+    sequence_length: SequenceLength = None,
+    seed: Seed = None,
+    experts: ExpertsOption = None,
+    dtype: DtypeOption = None,
+    device: Device = "auto",
+    max_device_memory: DeviceMemory = None,
+    statistics: Annotated[
+        Path | None,
+        typer.Option("--statistics", metavar="STATS", help="Keep what calibration saw, here."),
+    ] = None,
+    exclude: Exclude = None,
+    kv_cache: KvCacheOption = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option("--base-model", metavar="ORG/NAME", help="The source's id, for the card."),
+    ] = None,
+    max_shard_size: ShardSize = "5GB",
+    max_host_memory: HostMemory = "1.5GB",
+    cache_budget: CacheBudget = "100GB",
+    workers: Workers = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Convert a BF16 Beam into an NVFP4 or FP8 one.
+
+    NVFP4 needs input scales. The run calibrates on the way, on --data or a default text; or takes
+    them from --calibration STATS; or leaves them constant with --no-calibration. A run that was
+    stopped goes on with --resume, and ends with the same bytes.
+    """
+
+    def body(screen: Screen) -> None:
+        from beamq.commands.calibrate import coverage_blocks, start_blocks
+        from beamq.commands.plan import needs_data, needs_text, plan_blocks
+        from beamq.convert.input_scales import CONSTANT_NOTE
+        from beamq.convert.limits import default_workers
+        from beamq.convert.quantize import quantize as convert
+        from beamq.convert.run import Progress
+        from beamq.plan.plan import Plan
+        from beamq.units import parse_size, show_bytes
+
+        memory = parse_size(max_host_memory, "--max-host-memory")
+        cache = parse_size(cache_budget, "--cache-budget")
+        threads = workers or default_workers()
+
+        def announce(made: Plan) -> None:
+            needs = needs_data(made, output, workers=threads, memory=memory, cache=cache)
+            screen.say(*plan_blocks(made, verbose=verbose), needs_text(needs))
+            if made.recipe.format == "nvfp4" and no_calibration:
+                screen.say(f"Note: {CONSTANT_NOTE}.")
+            if not dry_run:
+                screen.say(f"Converting {show_bytes(made.source_nbytes)} to {output} ...")
+
+        with screen.progress("converting") as advance:
+
+            def on_progress(progress: Progress) -> None:
+                if advance is not None:
+                    advance(progress.done_nbytes, progress.total_nbytes)
+
+            result = convert(
+                source,
+                output,
+                recipe=recipe,
+                calibration=calibration,
+                no_calibration=no_calibration,
+                data=data or (),
+                samples=samples,
+                sequence_length=sequence_length,
+                seed=seed,
+                experts=None if experts is None else experts.value,
+                dtype=None if dtype is None else dtype.value,
+                device=device,
+                max_device_memory=None
+                if max_device_memory is None
+                else parse_size(max_device_memory, "--max-device-memory"),
+                statistics=statistics,
+                exclude=exclude or (),
+                kv_cache=kv_cache,
+                max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
+                max_host_memory=memory,
+                cache_bytes=cache,
+                base_model=base_model,
+                workers=threads,
+                resume=resume,
+                overwrite=overwrite,
+                dry_run=dry_run,
+                on_plan=announce,
+                on_engine=screen.say,
+                on_start=lambda prepared: screen.say(*start_blocks(prepared)),
+                on_progress=on_progress,
+            )
+        if result.stats is not None:
+            screen.say(*coverage_blocks(result.stats))
+        screen.show(
+            lambda: quantize_data(result, source, dry_run=dry_run),
+            lambda: quantize_blocks(result, source, dry_run=dry_run),
+        )
+
+    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+# `beamq dequantize`: options in, one call into the library, a BF16 folder out.
+
+
+def dequantize(
+    checkpoint: Checkpoint,
+    output: Output,
+    max_shard_size: ShardSize = "5GB",
+    cache_budget: CacheBudget = "100GB",
+    workers: Workers = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Decode an NVFP4 or FP8 Beam back to BF16, exactly."""
+
+    def body(screen: Screen) -> None:
+        from beamq.convert.dequantize import dequantize as decode
+        from beamq.convert.run import Progress
+        from beamq.units import parse_size
+
+        with screen.progress("decoding") as advance:
+
+            def on_progress(progress: Progress) -> None:
+                if advance is not None:
+                    advance(progress.done_nbytes, progress.total_nbytes)
+
+            result = decode(
+                checkpoint,
+                output,
+                max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
+                cache_bytes=parse_size(cache_budget, "--cache-budget"),
+                workers=workers,
+                resume=resume,
+                overwrite=overwrite,
+                on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output} ..."),
+                on_unchecked=lambda: screen.say(
+                    f"Note: {checkpoint} has no beamq.json with checksums, so nothing tells whether"
+                    " its bytes are those that were written."
+                ),
+                on_progress=on_progress,
+            )
+        screen.show(lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result))
+
+    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+
+# What `beamq quantize` and `beamq dequantize` say at the end, as JSON and as a short table.
+
+
+def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict[str, Any]:
+    """The JSON of `beamq quantize`: that of the plan, and
+
+    command, output, dry_run, seconds, resumed_shards, engine ("" for a dry run); input_scales and
+    counts (underflow_blocks,
+    zero_blocks, zero_rows, zero_groups) as in beamq.json, null for a dry run.
+    """
+    manifest = result.manifest or {}
+    return {
+        "command": "quantize",
+        "output": str(result.output),
+        "dry_run": dry_run,
+        "seconds": round(result.seconds, 3),
+        "resumed_shards": result.resumed_shards,
+        "engine": result.engine,
+        "input_scales": manifest.get("input_scales"),
+        "counts": manifest.get("counts"),
+        **plan_data(result.plan, source),
+    }
+
+
+def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> list[Block]:
+    """The result table and what to do next."""
+
+    from beamq.report.console import Command, Grid
+
+    if dry_run:
+        return ["Dry run: nothing was written."]
+    plan = result.plan
+    manifest = result.manifest or {}
+    share = plan.quantized_parameters / plan.total_parameters
+    rate = show_bytes(round(plan.source_nbytes / max(result.seconds, 1e-9)))
+    shards = f"{len(plan.shards)}"
+    if result.resumed_shards:
+        shards += f", {result.resumed_shards} of them from the earlier run"
+    rows = [
+        ("output", str(result.output)),
+        ("format", f"{FORMAT_NAMES[plan.recipe.format]} (recipe {plan.recipe.name})"),
+        ("quantized", f"{share:.1%} of the weights, {plan.bits_per_weight:.2f} bits a weight"),
+        ("size", f"{show_bytes(plan.tensor_nbytes)}, from {show_bytes(plan.source_nbytes)}"),
+        ("shards", shards),
+        ("time", f"{show_seconds(result.seconds)}, {rate}/s of source"),
+        ("converted by", result.engine),
+    ]
+    if plan.recipe.format == "nvfp4":
+        scales = (manifest.get("input_scales") or {}).get("description", "unknown")
+        rows.insert(4, ("input scales", str(scales)))
+    rows += _counts(manifest.get("counts") or {})
+    output = shlex.quote(str(result.output))
+    return [
+        Grid(columns=("", ""), rows=tuple(rows)),
+        "",
+        Command(f"next: beamq verify {output} --source {shlex.quote(source)}"),
+    ]
+
+
+def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Things worth a look; none of them is a fault."""
+    rows = []
+    groups = list(counts.get("zero_groups") or ())
+    if groups:
+        more = f" and {len(groups) - 2} more" if len(groups) > 2 else ""
+        rows.append(("all zero", f"{', '.join(groups[:2])}{more}"))
+    for key, label, text in (
+        ("underflow_blocks", "underflow", "blocks far below their tensor's largest value"),
+        ("zero_rows", "zero rows", "rows of zeros"),
+    ):
+        if counts.get(key):
+            rows.append((label, f"{counts[key]:,} {text}"))
+    return rows
+
+
+def dequantize_data(result: DequantizeResult, checkpoint: str) -> dict[str, Any]:
+    """The JSON of `beamq dequantize`: command, checkpoint, output, decoded and copied (numbers of
+    tensors), tensor_bytes, seconds."""
+    return {
+        "command": "dequantize",
+        "checkpoint": checkpoint,
+        "output": str(result.output),
+        "decoded": result.decoded,
+        "copied": result.copied,
+        "tensor_bytes": result.tensor_nbytes,
+        "seconds": round(result.seconds, 3),
+    }
+
+
+def dequantize_blocks(result: DequantizeResult) -> list[Block]:
+    """The result table."""
+
+    from beamq.report.console import Grid
+
+    rows = (
+        ("output", str(result.output)),
+        (
+            "decoded",
+            f"{counted(result.decoded, 'linear')} to BF16;"
+            f" {counted(result.copied, 'tensor')} copied",
+        ),
+        ("size", show_bytes(result.tensor_nbytes)),
+        ("time", show_seconds(result.seconds)),
+    )
+    return [Grid(columns=("", ""), rows=rows)]

@@ -1,1 +1,0 @@
-"""From a plan to a finished folder: reading, kernels, writing, resuming."""

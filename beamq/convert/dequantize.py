@@ -1,0 +1,311 @@
+"""An NVFP4 or FP8 checkpoint back to BF16: exact decoding, under the original names.
+
+In: a quantized Beam folder in the layout beamq (and ModelOpt, compressed-tensors) writes. Out: a
+BF16 folder that transformers and the engines load. Each value is FP32(code * scales) rounded to
+BF16 once; what quantization lost stays lost. The same runner as for quantizing does the work, so
+it streams, resumes and leaves only whole files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
+from beamq.convert import output as output_folder
+from beamq.convert.cpu_worker import CpuEngines
+from beamq.convert.finalise import build_index, shard_manifest, write_manifest
+from beamq.convert.input_scales import no_scales
+from beamq.convert.limits import DEFAULT_MEMORY_BYTES, check_cache, default_workers
+from beamq.convert.run import Progress, Runner, RunOptions, cache_folder
+from beamq.errors import CheckpointError, TensorError, counted
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.checksum import is_digest, new_checksum
+from beamq.io.files import read_json_object, user_path
+from beamq.io.journal import ShardRecord
+from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.safetensors_header import TensorSpec, few
+from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
+from beamq.io.shard_writer import copy_file, write_json
+from beamq.io.source import INDEX_NAME, LocalFiles
+from beamq.plan.layout import NVFP4_BLOCK
+from beamq.plan.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
+from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
+from beamq.ranks import current_ranks
+from beamq.version import __version__
+
+# Hold a checkpoint's tensors against the checksums that its own `beamq.json` records.
+#
+# For whoever is about to build on those bytes: decoding a flipped bit would give it fresh, correct
+# checksums, and nobody could find it any more. A folder without a manifest has nothing to check.
+
+PIECE_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 30
+
+
+def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
+    """Read every tensor that the manifest has a checksum of; returns how many.
+
+    Raises `CheckpointError` naming those that differ or are recorded and gone.
+    """
+    path = checkpoint.root / MANIFEST_NAME
+    if not path.exists():
+        return 0
+    manifest = read_json_object(path, CheckpointError, MAX_MANIFEST_BYTES)
+    recorded = _recorded(manifest)
+    algorithm = str(manifest.get("checksum"))
+    gone = [name for name in recorded if name not in checkpoint.tensors]
+
+    def differs(name: str) -> bool:
+        return _digest(checkpoint, name, algorithm) != recorded[name]
+
+    names = [name for name in recorded if name in checkpoint.tensors]
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        found = list(pool.map(differs, names))
+    bad = gone + [name for name, wrong in zip(names, found, strict=True) if wrong]
+    if bad:
+        raise CheckpointError(
+            f"{checkpoint.label}: {counted(len(bad), 'tensor is', 'tensors are')} not the bytes"
+            f" that {MANIFEST_NAME} records: {few(bad)}; `beamq verify` tells more, make or fetch"
+            " the checkpoint again"
+        )
+    return len(names)
+
+
+def _recorded(manifest: dict[str, Any]) -> dict[str, str]:
+    shards = manifest.get("shards")
+    recorded: dict[str, str] = {}
+    for shard in shards if isinstance(shards, list) else []:
+        tensors = shard.get("tensors") if isinstance(shard, dict) else None
+        for name, digest in tensors.items() if isinstance(tensors, dict) else ():
+            if is_digest(digest):
+                recorded[str(name)] = digest
+    return recorded
+
+
+def _digest(checkpoint: Checkpoint, name: str, algorithm: str) -> str:
+    spec = checkpoint.tensors[name]
+    checksum = new_checksum(algorithm)
+    buffer = memoryview(bytearray(min(PIECE_BYTES, spec.nbytes)))
+    for start in range(0, spec.nbytes, PIECE_BYTES):
+        piece = buffer[: min(PIECE_BYTES, spec.nbytes - start)]
+        checkpoint.read_into(spec, piece, start)
+        checksum.update(piece)
+    return checksum.hexdigest()
+
+
+SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DequantizeResult:
+    """What was decoded: linears, and everything else copied as it was."""
+
+    output: Path
+    decoded: int
+    copied: int
+    tensor_nbytes: int
+    seconds: float
+
+
+def dequantize(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    workers: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_plan: Callable[[Work], None] = lambda work: None,
+    on_unchecked: Callable[[], None] = lambda: None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> DequantizeResult:
+    """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
+
+    `on_plan` is called before work. A local folder is first held against the checksums in its
+    `beamq.json`; `on_unchecked` is called where it has none. Raises `CheckpointError` where they
+    differ, `TensorError` when nothing is quantized or scales are missing or mis-shaped, and the
+    same `EnvironmentFault`s as `quantize`.
+    """
+    begun = time.monotonic()
+    output, ranks = user_path(output), current_ranks()
+    output_folder.check_places(checkpoint, output)
+    refuse_unfinished(user_path(checkpoint))
+    place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
+    with ExitStack() as stack:
+        stack.callback(ranks.leave)  # torch aborts a process that ends as a member
+        with ranks.meeting():
+            if ranks.first:
+                output_folder.check(output, resume=resume, overwrite=overwrite)
+        with ranks.agreeing():
+            source = stack.enter_context(
+                open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place)
+            )
+            work = make_decode_work(source, max_shard_bytes)
+        check_cache(work, budget)
+        if ranks.first:
+            on_plan(work)
+        if (
+            ranks.first
+            and isinstance(source.source, LocalFiles)
+            and not check_recorded_bytes(source, workers or default_workers())
+        ):
+            on_unchecked()
+
+        def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+            return _finalise(work, source, output, records)
+
+        Runner(
+            checkpoint=source,
+            work=work,
+            output=output,
+            engines=CpuEngines(source, DEFAULT_MEMORY_BYTES, workers or default_workers()),
+            scales=no_scales("decoding needs no input scale"),
+            ranks=ranks,
+            options=RunOptions(
+                workers=workers or default_workers(),
+                memory=DEFAULT_MEMORY_BYTES,
+                resume=resume,
+                overwrite=overwrite,
+                on_progress=on_progress,
+                cache_bytes=cache_bytes,
+            ),
+            finalise=finish,
+        ).run()
+    decoded = sum(job.kind != "copy" for job in work.jobs)
+    return DequantizeResult(
+        output=output,
+        decoded=decoded,
+        copied=len(work.jobs) - decoded,
+        tensor_nbytes=work.tensor_nbytes,
+        seconds=time.monotonic() - begun,
+    )
+
+
+def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
+    """Plan the decoding: one job for each tensor of the output, in the model's order."""
+    config = BeamConfig.from_dict(source.config)
+    drafts = list(_drafts(source, config))
+    if all(draft.kind == "copy" for draft in drafts):
+        raise TensorError(f"{source.name}: nothing is quantized here; it is BF16 already")
+    jobs, shards = place(drafts, max_shard_bytes)
+    return Work(
+        config=config,
+        source_fingerprint=source.fingerprint(),
+        recipe_digest="dequantize",
+        jobs=jobs,
+        shards=shards,
+        companions=_companions(source),
+        remote_shards=source.source.missing_nbytes(),
+        total_parameters=sum(_numel(t.shape) for shard in shards for t in shard.tensors),
+    )
+
+
+def _companions(source: Checkpoint) -> tuple[Companion, ...]:
+    """Everything but the quantized folder's own card, which says what is no longer true."""
+    kept = []
+    for companion in companion_files(source.source):
+        target = restored_name(companion)
+        if target is not None:
+            kept.append(Companion(source=companion.source, target=target, nbytes=companion.nbytes))
+    return tuple(kept)
+
+
+def _drafts(source: Checkpoint, config: BeamConfig) -> Iterator[Draft]:
+    used: set[str] = set()
+    for role, shape in expected_tensors(config):
+        spec = source.spec(role.name)
+        used.add(role.name)
+        scale = source.tensors.get(f"{role.module}.weight_scale")
+        if scale is None:
+            yield _copy(role, spec, shape)
+            continue
+        used.update(role.module + suffix for suffix in SCALE_SUFFIXES)
+        kind = _check_quantized(source, role, spec, scale, shape)
+        whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+        yield Draft(
+            kind=kind, group=role.module, members=[(role, whole, ((role.name, "BF16", shape),))]
+        )
+    for name, spec in source.tensors.items():
+        if name not in used:
+            yield _copy(classify(name), spec, spec.shape)
+
+
+def _copy(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> Draft:
+    if spec.shape != shape:
+        raise TensorError(f"{spec.name}: shape {list(spec.shape)}, expected {list(shape)}")
+    dtype = spec.dtype
+    if role.role is not Role.EXTRA:
+        if dtype not in ("BF16", "F16", "F32"):
+            raise TensorError(f"{spec.name}: {dtype} without a weight_scale; cannot be decoded")
+        dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
+    whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+    return Draft(
+        kind="copy", group=spec.name, members=[(role, whole, ((spec.name, dtype, shape),))]
+    )
+
+
+def _check_quantized(
+    source: Checkpoint,
+    role: TensorRole,
+    spec: TensorSpec,
+    scale: TensorSpec,
+    shape: tuple[int, ...],
+) -> str:
+    """The kind of decoding a linear needs, its tensors checked. Raises `TensorError`."""
+    n, k = shape
+    if spec.dtype == "U8":
+        wanted = ((n, k // 2), "F8_E4M3", (n, k // NVFP4_BLOCK))
+        scale_2 = source.spec(f"{role.module}.weight_scale_2")
+        if scale_2.dtype != "F32" or _numel(scale_2.shape) != 1:
+            raise TensorError(
+                f"{scale_2.name}: {scale_2.dtype} {list(scale_2.shape)}, expected F32 []"
+            )
+    elif spec.dtype == "F8_E4M3":
+        wanted = ((n, k), "F32", (n, 1))
+    else:
+        raise TensorError(f"{spec.name}: {spec.dtype} beside a weight_scale; not NVFP4 or FP8")
+    found = (spec.shape, scale.dtype, scale.shape)
+    if found != wanted:
+        raise TensorError(
+            f"{role.module}: weight and scale are {found}, expected {wanted} (shape, dtype, shape)"
+        )
+    return "decode-nvfp4" if spec.dtype == "U8" else "decode-fp8"
+
+
+def _finalise(
+    work: Work, source: Checkpoint, output: Path, records: Mapping[str, ShardRecord]
+) -> dict[str, Any]:
+    for companion in work.companions:
+        copy_file(source.source.path(companion.source), output, companion.target)
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    config["dtype"] = "bfloat16"
+    manifest = {
+        "format": 1,
+        "beamq": __version__,
+        "made_by": "dequantize",
+        "digests": {
+            "plan": work.digest(),
+            "recipe": work.recipe_digest,
+            "source": work.source_fingerprint,
+        },
+        "input_scales": {"digest": "none"},
+        **shard_manifest(work, records),
+    }
+    write_json(output / INDEX_NAME, build_index(work))
+    write_json(output / "config.json", config)
+    return write_manifest(output, manifest, [companion.target for companion in work.companions])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

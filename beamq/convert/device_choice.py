@@ -1,0 +1,146 @@
+"""CPU or GPU: what `--device` means for a conversion.
+
+`cpu` and `cuda[:N]` are orders; a GPU that cannot do it is an error. `auto` is the GPU where there
+is one that can and where it saves more time than its start takes: 0.15 s of one core for each GB of
+source, 0.9 s where block scales are swept, against some 8 s for torch, the driver's context and the
+kernels. With the sweep that is from 140 GB on for 16 cores and from 18 GB for two. A run that
+calibrates has its GPU up already and converts there. Whether there is a GPU is asked of the driver,
+so that a machine without one does not import torch to find out.
+
+Under torchrun `auto` and `cuda` are one GPU for each rank of a machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from beamq.convert.cpu_worker import CpuEngines, Engines
+from beamq.errors import DeviceError
+from beamq.io.checkpoint import Checkpoint
+from beamq.plan.plan import Work
+from beamq.ranks import Ranks
+from beamq.units import show_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+START_SECONDS = 8.0
+SAVED_SECONDS = {"max": 0.15, "sweep": 0.9}  # of a core, for each GB of source
+LEAST_CAPABILITY = (8, 9)  # Triton's E4M3 casts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineChoice:
+    """`device` is "cpu", or a GPU as "cuda:0", whose `name` is known then.
+
+    `note` says why a GPU that was looked at is left alone.
+    """
+
+    device: str
+    name: str = ""
+    note: str = ""
+
+    def text(self, workers: int, processes: int = 1) -> str:
+        """For a table or a sentence; `workers` and the GPU are those of each process."""
+        threads = f"{workers} thread{'' if workers == 1 else 's'}"
+        place = self.device if processes == 1 else "a GPU"
+        each = threads if self.device == "cpu" else f"{place} ({self.name}), {threads}"
+        return each if processes == 1 else f"{processes} processes, each on {each}"
+
+
+def choose_engine(
+    asked: str, work: Work, *, workers: int, ranks: Ranks, calibrates: bool = False
+) -> EngineChoice:
+    """Raises `DeviceError` where `asked` names a device that is not there or cannot do it."""
+    if asked == "cpu":
+        return EngineChoice(device="cpu")
+    if asked == "auto" and not calibrates and saved_seconds(work, workers) < START_SECONDS:
+        return EngineChoice(device="cpu")
+    if asked == "auto" and not _driver_sees_a_gpu():
+        return EngineChoice(device="cpu")
+    from beamq.calib.setup import choose_device  # torch, only where there may be a GPU
+
+    try:
+        device = choose_device(asked, ranks)
+        refused = _refusal(device)
+    except DeviceError as fault:
+        if asked != "auto":
+            raise
+        return EngineChoice(device="cpu", note=f"No GPU: {fault}.")
+    if device.type == "cpu":  # a driver, but a torch without CUDA
+        return EngineChoice(device="cpu", note="No GPU: this torch is built without CUDA.")
+    if refused is None:
+        return _on_gpu(device)
+    if asked != "auto" and not calibrates:
+        raise DeviceError(f"{device}: {refused}; use --device cpu, the bytes are the same")
+    return EngineChoice(device="cpu", note=f"{device} is no help in converting: {refused}.")
+
+
+def saved_seconds(work: Work, workers: int) -> float:
+    """What a GPU takes off each of `workers` cores."""
+    seconds = 0.0
+    for job in work.jobs:
+        if job.kind in ("nvfp4", "fp8"):
+            rule = work.scales if job.kind == "nvfp4" else "max"
+            seconds += job.source_nbytes / 1e9 * SAVED_SECONDS[rule]
+    return seconds / workers
+
+
+def open_engines(
+    choice: EngineChoice, checkpoint: Checkpoint, work: Work, *, memory: int, workers: int
+) -> Engines:
+    """The engines chosen. Raises `DeviceError` if the GPU has too little memory."""
+    if choice.device == "cpu":
+        return CpuEngines(checkpoint, memory, workers)
+    import torch
+
+    from beamq.convert.gpu_worker import GpuEngines
+
+    return GpuEngines(checkpoint, work, torch.device(choice.device), memory, workers)
+
+
+def engine_sentence(
+    choice: EngineChoice, engines: Engines, workers: int, *, processes: int = 1
+) -> str:
+    """What converts, for the screen: where, with how many threads, in how much memory.
+
+    The figures are those of each process.
+    """
+    threads = engines.workers(workers)
+    text = f"{'On' if processes == 1 else 'In'} {choice.text(threads, processes)}"
+    if choice.device != "cpu":
+        from beamq.convert.gpu_worker import SLOT_BYTES
+
+        text += (
+            f": at most {show_bytes(threads * SLOT_BYTES)} of page-locked memory and"
+            f" {show_bytes(engines.device_nbytes)} of the GPU's"
+        )
+    return f"{text}. {choice.note}".rstrip()
+
+
+def _driver_sees_a_gpu() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int(0)
+    return (
+        driver.cuInit(0) == 0
+        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+        and count.value > 0
+    )
+
+
+def _refusal(device: torch.device) -> str | None:
+    from beamq.devices import refusal
+
+    return refusal(device, LEAST_CAPABILITY)
+
+
+def _on_gpu(device: torch.device) -> EngineChoice:
+    import torch
+
+    index = device.index or 0
+    return EngineChoice(device=f"cuda:{index}", name=torch.cuda.get_device_name(device))

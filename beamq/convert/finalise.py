@@ -1,0 +1,166 @@
+"""Turn a folder of finished shards into a checkpoint: configs, index, card, manifest.
+
+In: the plan, the journal's records, the source folder. Out: every file a loader or the Hub looks
+for. Order matters: what makes a folder loadable (index, config.json) comes after all it names,
+and `beamq.json`, the mark of a whole conversion, comes last.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from beamq.io.checkpoint import Checkpoint
+from beamq.io.checksum import DEFAULT_ALGORITHM, file_checksum, seal_of, shard_digest
+from beamq.io.journal import ShardRecord
+from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.shard_writer import copy_file, write_file, write_json
+from beamq.io.source import INDEX_NAME
+from beamq.plan.layout import hf_quant_config, quantization_config
+from beamq.plan.plan import Plan, Work
+from beamq.report.model_card import Origin, model_card, trace_origin
+from beamq.version import __version__
+
+MANIFEST_FORMAT = 1
+RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", "llmcompressor")
+
+
+def finalise(
+    plan: Plan,
+    *,
+    source: Checkpoint,
+    output: Path,
+    records: Mapping[str, ShardRecord],
+    input_scales: Mapping[str, Any],
+    files: Mapping[str, str],
+    base_model: str | None = None,
+) -> dict[str, Any]:
+    """Write everything but the shards. Returns the manifest. Raises `DiskError`.
+
+    `files` are further texts to keep in the folder, by name; `base_model` is the id on the Hub to
+    name in the card, where the source does not tell.
+    """
+    origin = trace_origin(source, plan.source_fingerprint, base_model)
+    block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
+    manifest = build_manifest(plan, records, input_scales, origin)
+    for companion in plan.companions:
+        copy_file(source.source.path(companion.source), output, companion.target)
+    for name, text in files.items():
+        write_file(output / name, text.encode())
+    write_file(output / "README.md", model_card(plan, origin, input_scales).encode())
+    write_json(output / INDEX_NAME, build_index(plan))
+    if plan.recipe.format == "nvfp4":
+        write_json(output / "hf_quant_config.json", hf_quant_config(block))
+    write_json(output / "config.json", output_config(source.config, block))
+    return write_manifest(output, manifest, [*(c.target for c in plan.companions), *files])
+
+
+def write_manifest(
+    output: Path, manifest: Mapping[str, Any], others: Iterable[str]
+) -> dict[str, Any]:
+    """The last file: the manifest, with the checksums of `others` and of the configs, sealed.
+
+    The card is left out: people edit it, and `compare` writes into it.
+    """
+    names = {INDEX_NAME, "config.json", "hf_quant_config.json", *others} - {"README.md"}
+    present = sorted(name for name in names if (output / name).exists())
+    sealed = {**manifest, "files": {name: file_checksum(output / name) for name in present}}
+    sealed["seal"] = seal_of(sealed)
+    write_json(output / MANIFEST_NAME, sealed)
+    return sealed
+
+
+def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The source's config.json, verbatim but for `dtype` and `quantization_config`."""
+    config = {
+        key: value
+        for key, value in source_config.items()
+        if key not in ("quantization_config", "torch_dtype")
+    }
+    config["dtype"] = "bfloat16"
+    config["quantization_config"] = dict(block)
+    return config
+
+
+def build_index(plan: Work) -> dict[str, Any]:
+    """`model.safetensors.index.json`: totals, and the shard of every tensor, sorted by name."""
+    weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.tensors}
+    return {
+        "metadata": {
+            "total_parameters": plan.total_parameters,
+            "total_size": plan.tensor_nbytes,
+        },
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+
+
+def build_manifest(
+    plan: Plan,
+    records: Mapping[str, ShardRecord],
+    input_scales: Mapping[str, Any],
+    origin: Origin,
+) -> dict[str, Any]:
+    """`beamq.json`: what made this folder, from what, and the checksum of every tensor."""
+    return {
+        "format": MANIFEST_FORMAT,
+        "beamq": __version__,
+        "recipe": plan.recipe.to_dict(),
+        "digests": {
+            "plan": plan.digest(),
+            "recipe": plan.recipe.digest(),
+            "source": plan.source_fingerprint,
+        },
+        "source": origin.record(),
+        "input_scales": dict(input_scales),
+        "totals": {
+            "parameters": plan.total_parameters,
+            "quantized_parameters": plan.quantized_parameters,
+            "source_bytes": plan.source_nbytes,
+            "tensor_bytes": plan.tensor_nbytes,
+            "bits_per_weight": round(plan.bits_per_weight, 4),
+        },
+        "counts": _total_counts(plan, records),
+        "notes": list(plan.notes),
+        "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
+        "versions": {"python": platform.python_version(), **_versions()},
+        **shard_manifest(plan, records),
+    }
+
+
+def shard_manifest(work: Work, records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+    """The checksums of a manifest: algorithm, and for each shard its own and its tensors'."""
+    shards = []
+    for shard in work.shards:
+        digests = {t.name: records[shard.name].tensors[t.name] for t in shard.tensors}
+        shards.append(
+            {
+                "name": shard.name,
+                "bytes": shard.nbytes,
+                "digest": shard_digest(shard.header, digests.values()),
+                "tensors": digests,
+            }
+        )
+    return {"checksum": DEFAULT_ALGORITHM, "shards": shards}
+
+
+def _total_counts(plan: Plan, records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+    """Sums over shards; lists (names of all-zero groups) in plan order."""
+    totals: dict[str, Any] = {}
+    for shard in plan.shards:
+        for key, value in records[shard.name].counts.items():
+            totals[key] = totals[key] + value if key in totals else value
+    return totals
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that matter, read from their metadata without importing them."""
+    found: dict[str, str] = {}
+    for name in RECORDED_PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found

@@ -1,0 +1,313 @@
+"""One worker's line to a GPU: a stream, page-locked memory, and the kernels that run on it.
+
+`GpuQueue` is all that `GpuEngine` asks of a device. Everything is queued and nothing waits until a
+mark is waited for, which puts the thread to sleep (16 threads that spin would take the cores from
+those that read and write) and leaves the interpreter to others. `CudaQueue` is the GPU; tests run
+the same engine on one that computes on the CPU, as late as it may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from beamq.errors import DeviceError, MemoryBudgetError
+from beamq.formats.kernels.group_info import INFO_BYTES
+
+# The few calls of CUDA's driver that a conversion makes for every piece of data.
+#
+# torch's own calls give up the interpreter and queue for it again, which where sixteen threads want
+# it costs tens of microseconds for a call that takes three (ADR 12): a GPU was fed at 9 GB/s.
+# Called through `PyDLL` they keep it; only waiting lets go. Streams and memory are torch's.
+#
+# Addresses are integers. Every call raises `DeviceError` for a code that is not success.
+
+_NOT_READY = 600
+_BLOCKING_NO_TIMING = 1 | 2  # a waiting thread sleeps
+_MEMORY_TYPE, _ON_HOST = 2, 1
+
+_Address, _Stream, _Event = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p
+
+
+class CudaDriver:
+    """The driver library. Needs a current context in the calling thread."""
+
+    def __init__(self) -> None:
+        try:
+            quick, waiting = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
+        except OSError as fault:
+            raise DeviceError(f"CUDA's driver library cannot be loaded: {fault}") from fault
+
+        def call(
+            name: str, *arguments: type, library: ctypes.CDLL = quick
+        ) -> ctypes._NamedFuncPointer:
+            function = library[name]
+            function.argtypes, function.restype = arguments, ctypes.c_int
+            return function
+
+        size = ctypes.c_size_t
+        self._upload = call("cuMemcpyHtoDAsync_v2", _Address, _Address, size, _Stream)
+        self._download = call("cuMemcpyDtoHAsync_v2", _Address, _Address, size, _Stream)
+        self._fill = call("cuMemsetD8Async", _Address, ctypes.c_ubyte, size, _Stream)
+        self._create = call("cuEventCreate", ctypes.POINTER(_Event), ctypes.c_uint)
+        self._destroy = call("cuEventDestroy_v2", _Event)
+        self._record = call("cuEventRecord", _Event, _Stream)
+        self._query = call("cuEventQuery", _Event)
+        self._wait = call("cuEventSynchronize", _Event, library=waiting)
+        self._attribute = call("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, _Address)
+        self._name = call("cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+
+    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy from page-locked memory to the device."""
+        self._check(self._upload(to, source, nbytes, stream), "copying to the GPU")
+
+    def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy from the device to page-locked memory."""
+        self._check(self._download(to, source, nbytes, stream), "copying from the GPU")
+
+    def zero(self, at: int, nbytes: int, stream: int) -> None:
+        """Queue zeros."""
+        self._check(self._fill(at, 0, nbytes, stream), "clearing memory")
+
+    def event(self) -> int:
+        """A new event, for `record` and `wait`; a thread that waits sleeps."""
+        event = _Event()
+        self._check(self._create(ctypes.byref(event), _BLOCKING_NO_TIMING), "making an event")
+        return event.value or 0
+
+    def destroy(self, event: int) -> None:
+        """Free an event."""
+        self._destroy(event)
+
+    def record(self, event: int, stream: int) -> None:
+        """Put an event behind all that is queued."""
+        self._check(self._record(event, stream), "recording an event")
+
+    def wait(self, event: int) -> None:
+        """Return when the stream has come to the event."""
+        code = self._query(event)
+        if code == _NOT_READY:
+            code = self._wait(event)
+        self._check(code, "waiting for the GPU")
+
+    def on_host(self, address: int) -> bool:
+        """Whether an address is page-locked memory that CUDA knows."""
+        kind = ctypes.c_uint(0)
+        code: int = self._attribute(ctypes.addressof(kind), _MEMORY_TYPE, address)
+        return code == 0 and kind.value == _ON_HOST
+
+    def _check(self, code: int, doing: str) -> None:
+        if code:
+            name = ctypes.c_char_p()
+            self._name(code, ctypes.byref(name))
+            told = name.value.decode() if name.value else f"error {code}"
+            raise DeviceError(
+                f"{doing} failed: {told}; what is finished is kept: run again with --resume, on"
+                " another --device if it fails again"
+            )
+
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A stretch of a device's memory, which `owner` keeps alive."""
+
+    address: int
+    nbytes: int
+    owner: Any
+
+    def part(self, start: int, nbytes: int) -> Memory:
+        """Some bytes of it."""
+        return Memory(self.address + start, nbytes, self.owner)
+
+
+Place = tuple[Memory, Memory, Memory, Memory]
+"""Source, codes, scales, info of what the kernels do at a time."""
+
+
+class Mark(Protocol):
+    """A place in the queue."""
+
+    def record(self) -> None:
+        """Here: behind all that was queued so far."""
+
+    def wait(self) -> None:
+        """Return when the queue has come so far."""
+
+
+class GpuQueue(Protocol):
+    """Not shared between threads. Addresses are those of page-locked memory."""
+
+    def using(self) -> AbstractContextManager[object]:
+        """Around everything that is queued."""
+
+    def host(self, nbytes: int) -> Bytes:
+        """New page-locked memory."""
+
+    def locked(self, address: int) -> bool:
+        """Whether memory is page-locked."""
+
+    def mark(self) -> Mark:
+        """A new mark, not recorded yet."""
+
+    def upload(self, to: Memory, source: int) -> None:
+        """Queue a copy of `to.nbytes` bytes from `source`, an address on the host."""
+
+    def download(self, to: int, source: Memory) -> None:
+        """Queue a copy to an address on the host."""
+
+    def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
+        """Queue `gpu_groups.nvfp4_group`."""
+
+    def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
+        """Queue `gpu_groups.fp8_rows`."""
+
+    def drain(self) -> None:
+        """Wait for all that is queued."""
+
+
+class FirstLaunches:
+    """Lets each kind of launch happen once alone: Triton compiles on the first, in every thread
+    that comes meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: set[Hashable] = set()
+
+    def launch(self, kind: Hashable, body: Callable[[], None]) -> None:
+        """Run `body`."""
+        if kind in self._seen:
+            body()
+            return
+        with self._lock:
+            body()
+            self._seen.add(kind)
+
+
+class CudaQueue:
+    """A stream of `device`, for the thread that makes it. Raises `DeviceError` where CUDA fails,
+    `MemoryBudgetError` where memory cannot be page-locked."""
+
+    def __init__(self, device: torch.device, first: FirstLaunches) -> None:
+        from beamq.formats.kernels import gpu  # Triton, only where there is a GPU
+
+        self._kernels = gpu
+        self._device = device
+        self._first = first
+        self._driver = CudaDriver()
+        with device_errors(device):
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize()  # this thread has a context now
+            self._torch_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream: int = self._torch_stream.cuda_stream
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """This thread's current stream and device meanwhile; CUDA's failures become ours."""
+        with device_errors(self._device), torch.cuda.stream(self._torch_stream):
+            yield
+
+    def host(self, nbytes: int) -> Bytes:
+        """See `GpuQueue`."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        except RuntimeError as fault:
+            raise MemoryBudgetError(
+                f"{nbytes / 1e6:.0f} MB of page-locked memory could not be had ({_line(fault)});"
+                " use fewer --workers, or --device cpu"
+            ) from fault
+
+    def locked(self, address: int) -> bool:
+        """See `GpuQueue`."""
+        return self._driver.on_host(address)
+
+    def mark(self) -> Mark:
+        """See `GpuQueue`."""
+        return _CudaMark(self._driver, self._stream)
+
+    def upload(self, to: Memory, source: int) -> None:
+        """See `GpuQueue`."""
+        self._driver.upload(to.address, source, to.nbytes, self._stream)
+
+    def download(self, to: int, source: Memory) -> None:
+        """See `GpuQueue`."""
+        self._driver.download(to, source.address, source.nbytes, self._stream)
+
+    def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
+        """See `GpuQueue`."""
+        addresses = [area.address for area in place]
+        self._driver.zero(addresses[3], INFO_BYTES, self._stream)
+        self._first.launch(
+            (rule, dtype, n, k),
+            lambda: self._kernels.nvfp4_group(*addresses, dtype=dtype, n=n, k=k, rule=rule),
+        )
+
+    def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
+        """See `GpuQueue`."""
+        addresses = [area.address for area in place]
+        self._driver.zero(addresses[3], INFO_BYTES, self._stream)
+        self._first.launch(
+            ("fp8", dtype, k), lambda: self._kernels.fp8_rows(*addresses, dtype=dtype, n=n, k=k)
+        )
+
+    def drain(self) -> None:
+        """See `GpuQueue`."""
+        self._torch_stream.synchronize()
+
+
+class _CudaMark:
+    def __init__(self, driver: CudaDriver, stream: int) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._event = driver.event()
+
+    def record(self) -> None:
+        self._driver.record(self._event, self._stream)
+
+    def wait(self) -> None:
+        self._driver.wait(self._event)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            self._driver.destroy(self._event)
+
+
+def device_memory(device: torch.device, nbytes: int) -> Memory:
+    """Memory of a GPU. Raises `DeviceError` with what is free if there is too little."""
+    with device_errors(device):
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return Memory(tensor.data_ptr(), nbytes, tensor)
+
+
+@contextmanager
+def device_errors(device: torch.device) -> Iterator[None]:
+    """Turn what CUDA raises into `DeviceError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as fault:
+        free, total = torch.cuda.mem_get_info(device)
+        raise DeviceError(
+            f"{device} is out of memory: {free / 1e9:.2f} of {total / 1e9:.2f} GB are free; end"
+            " what else runs there, choose another --device, or convert with --device cpu"
+        ) from fault
+    except RuntimeError as fault:
+        if "CUDA" not in str(fault):
+            raise
+        raise DeviceError(
+            f"{device} failed: {_line(fault)}; what is finished is kept: run again with --resume,"
+            " on another --device if it fails again"
+        ) from fault
+
+
+def _line(fault: BaseException) -> str:
+    return " ".join(str(fault).split("\n", 1)[0].split())[:200]

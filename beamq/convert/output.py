@@ -1,0 +1,212 @@
+"""The output folder before and after a run: may we write here, is there room, what is stale.
+
+Refused: an output inside (or equal to, or around) the source, one that another process writes to,
+a non-empty folder without `--overwrite` or `--resume`, one that `--overwrite` would empty though it
+is no checkpoint, or that `--resume` would tidy up though no run of ours began there, a disk too
+small for what the plan will write. A run that is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from beamq.errors import DiskError, ResumeError, UsageError, counted
+from beamq.io.files import user_path
+from beamq.io.hub import hub_source
+from beamq.io.journal import CALIBRATION, STATE_DIR
+from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
+from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder
+from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
+from beamq.plan.plan import Work
+from beamq.units import show_bytes
+
+BESIDE_NBYTES = 65_536  # configs, card
+BESIDE_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and journal
+
+
+def check_places(source: str | Path, output: Path) -> None:
+    """Raise `UsageError` when source and output overlap."""
+    if hub_source(source) is not None:
+        return
+    source = user_path(source)
+    inner, outer = output.resolve(), source.resolve()
+    same = output.exists() and source.exists() and output.samefile(source)
+    if same or inner == outer or outer in inner.parents or inner in outer.parents:
+        raise UsageError(
+            f"output {output} lies in, around or on the source {source}; choose a folder apart"
+        )
+
+
+def check(output: Path, *, resume: bool, overwrite: bool) -> None:
+    """Look at the folder, if there is one, whether a run may begin or go on there.
+
+    Creates and changes nothing, so it can be asked before anything else is done. Raises
+    `UsageError` (both options), `OutputBusyError`, `ResumeError` (in use, nothing to resume).
+    """
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite contradict each other; give one")
+    if output.exists() and not output.is_dir():
+        raise ResumeError(f"{output}: exists and is not a folder; choose another output")
+    if output.exists():
+        refuse_busy(output)
+        _check_content(output, resume=resume, overwrite=overwrite)
+
+
+def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
+    with disk_errors(output, "looking into the folder", resumable=False):
+        content = {path.name for path in output.iterdir()} - {LOCK_NAME}
+    if not content:
+        return
+    if resume:
+        if not content & {STATE_DIR, MANIFEST_NAME}:
+            raise ResumeError(
+                f"{output}: not empty, and no run of beamq began here; choose another output"
+            )
+        return
+    if not overwrite:
+        begun = STATE_DIR in content
+        hint = (
+            "--resume continues it, --overwrite starts again"
+            if begun
+            else ("give --overwrite to replace a checkpoint, or choose another output")
+        )
+        found = counted(len(content), "entry", "entries")
+        raise ResumeError(f"{output}: not empty ({found}); {hint}")
+    if not content & {STATE_DIR, MANIFEST_NAME, "config.json", INDEX_NAME}:
+        raise ResumeError(
+            f"{output}: not empty and not a checkpoint; --overwrite will not delete it"
+        )
+
+
+class Claim:
+    """The output folder, made and locked for one run. `release` when the run ends.
+
+    Raises what `check` raises, and `DiskError` where the folder cannot be made. Folders that were
+    made for the run and have nothing in them when it ends are removed again.
+    """
+
+    def __init__(self, output: Path, *, resume: bool, overwrite: bool) -> None:
+        check(output, resume=resume, overwrite=overwrite)
+        self._made = [path for path in (output, *output.parents) if not path.exists()]
+        self._lock: OutputLock | None = None
+        try:
+            with disk_errors(output, "creating the folder", resumable=False):
+                make_folder(output)
+            self._lock = OutputLock(output)
+            # Another run may have come and gone between the look and the lock.
+            _check_content(output, resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Unlock."""
+        if self._lock is not None:
+            self._lock.release()
+        for folder in self._made:
+            with suppress(OSError):  # not empty, as it should be, or never made
+                folder.rmdir()
+
+
+def clear(output: Path) -> None:
+    """Remove what an earlier checkpoint left: first what makes it loadable, then its weights.
+
+    An empty state folder comes first: whenever this is cut short, `--resume` and `--overwrite`
+    both know the folder for ours.
+    """
+    with disk_errors(output, "removing the old checkpoint"):
+        state = output / STATE_DIR
+        if state.is_symlink():
+            state.unlink()
+        shutil.rmtree(state, ignore_errors=True)
+        make_folder(state)
+        (output / MANIFEST_NAME).unlink(missing_ok=True)
+        unload(output)
+        for path in output.iterdir():
+            if path.name.endswith((*WEIGHT_SUFFIXES, PARTIAL, ".index.json")):
+                path.unlink()
+
+
+def unload(output: Path) -> None:
+    """Remove what would let an engine load a folder whose weights are still to come."""
+    with disk_errors(output, "removing old configs"):
+        for name in ("config.json", INDEX_NAME, "hf_quant_config.json"):
+            (output / name).unlink(missing_ok=True)
+        sync_folder(output)
+
+
+def remove_stale(output: Path, plan: Work) -> None:
+    """Remove weight files and temporary files that the plan does not name."""
+    names = {shard.name for shard in plan.shards}
+    with disk_errors(output, "removing stale files"):
+        for path in output.iterdir():
+            stale = path.name.endswith(WEIGHT_SUFFIXES) and path.name not in names
+            if stale or path.name.endswith(PARTIAL):
+                path.unlink()
+
+
+def fetched_nbytes(plan: Work, cache_bytes: int) -> int:
+    """Disk that shards of a remote source take at most, beside the output."""
+    return min(cache_bytes, sum(plan.remote_shards.values()))
+
+
+def disk_nbytes(plan: Work, cache_bytes: int) -> int:
+    """Disk that a whole run takes at most: the output, all beside it, and fetched shards."""
+    tensors = sum(len(shard.tensors) for shard in plan.shards)
+    beside = BESIDE_NBYTES + BESIDE_NBYTES_PER_TENSOR * tensors
+    return plan.output_nbytes + beside + fetched_nbytes(plan, cache_bytes)
+
+
+def finished_nbytes(output: Path, plan: Work) -> int:
+    """Bytes of shards that an earlier run finished, going by their names and sizes."""
+    return sum(
+        shard.nbytes
+        for shard in plan.shards
+        if (output / shard.name).is_file() and (output / shard.name).stat().st_size == shard.nbytes
+    )
+
+
+def free_nbytes(output: Path) -> int:
+    """What is free where the folder is or will be."""
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def check_space(
+    output: Path,
+    plan: Work,
+    finished: int,
+    cache_bytes: int,
+    *,
+    replaced: bool = False,
+    state_nbytes: int = 0,
+) -> None:
+    """Raise `DiskError` if what is left of the plan and the fetched shards do not fit the disk.
+
+    `finished` are bytes of the output that are there already, `state_nbytes` what a calibration on
+    the way keeps meanwhile.
+
+    What a run removes or writes over counts as free: temporary files, fetched shards, and with
+    `replaced` all weights that are there. Changes nothing.
+    """
+    patterns = [f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*", f"{STATE_DIR}/{CALIBRATION}/*"]
+    if replaced:
+        patterns += [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
+    reusable = sum(
+        path.stat().st_blocks * 512
+        for pattern in patterns
+        for path in output.glob(pattern)
+        if path.is_file()
+    )
+    needed = disk_nbytes(plan, cache_bytes) + state_nbytes - finished
+    free = free_nbytes(output) + reusable
+    if needed > free:
+        raise DiskError(
+            f"{output}: needs {show_bytes(needed)}, the disk has {show_bytes(free)} free; free"
+            " space or choose another disk"
+        )

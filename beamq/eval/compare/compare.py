@@ -1,0 +1,271 @@
+"""COMPARE: what did quantization cost, and what did it save? Source and candidates side by side.
+
+In: a source, candidates made from it, and text (or the default one). Out: a `Comparison`.
+
+The default text is the half of the standard library's sources that default calibration does not
+use; that a candidate was not calibrated on what it is judged by is checked by digest where
+beamq.json tells what it was calibrated on. Its tensors are held against the checksums there as they
+are read: figures of a damaged copy would say nothing of the checkpoint.
+
+Defaults by device: 64 rows of 2,048 tokens in BF16 on a GPU with its own FP8 and FP4 GEMMs, as
+served; 16 of 512 in FP32 on a CPU by the exact emulation, where no rounding of activations is part
+of any difference.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from beamq.beam.config import BeamConfig
+from beamq.calib.setup import DTYPES, choose_device
+from beamq.errors import CheckpointError, UsageError
+from beamq.eval.compare.findings import Findings, limits_for
+from beamq.eval.compare.footprint import Footprint, footprint, newly_fitting, stored_units
+from beamq.eval.compare.read_checksums import ReadSums, changed_files
+from beamq.eval.compare.records import Candidate, Comparison, Member, damage_of
+from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
+from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
+from beamq.eval.compare.verdict import judge, listed
+from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.files import read_json_object, user_path
+from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
+from beamq.io.source import MAX_INDEX_BYTES
+from beamq.model.gemm.select import gemm_backend
+from beamq.ranks import Ranks, current_ranks
+from beamq.version import __version__
+
+DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
+DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
+DEFAULT_GEMM = {"cuda": "auto", "cpu": "reference"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A checkpoint and what is known of it beside its weights."""
+
+    checkpoint: Checkpoint
+    inspection: Inspection
+    manifest: Mapping[str, Any] | None
+    footprint: Footprint
+    member: Member
+
+
+def compare(
+    source: str | Path,
+    checkpoints: Sequence[str | Path],
+    *,
+    data: Sequence[str] = (),
+    samples: int | None = None,
+    sequence_length: int | None = None,
+    seed: int = 0,
+    input_ids: NDArray[np.int64] | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    gemm: str | None = None,
+    on_start: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] | None = None,
+    on_result: Callable[[Comparison], None] = lambda found: None,
+) -> Comparison:
+    """Run `source` and all `checkpoints` on the same tokens and say how they differ.
+
+    `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
+    place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
+    `gemm` the back end (see `model.linear.gemm_backend`). A candidate whose bytes are not those in
+    its beamq.json is judged not safe. `on_start` is called when all is checked and before work,
+    `progress` with bytes of weights done and in all, `on_result` with what is returned.
+
+    Under torchrun, experts are split over ranks; all find the same, and the first alone calls
+    `on_start` and `on_result`. Raises, there at every rank, `UsageError` for options that do not
+    fit, `ConfigError` for a candidate that is another model, `CalibrationError` for data, and what
+    reading checkpoints and `on_result` raise; `EnvironmentFault` where another rank is lost.
+    """
+    begun = time.monotonic()
+    if not checkpoints:
+        raise UsageError("no checkpoint to compare with the source; name at least one")
+    ranks = current_ranks()
+    try:
+        with ExitStack() as stack:
+            with ranks.agreeing():
+                where = choose_device(device, ranks)
+                multiply = gemm or DEFAULT_GEMM.get(where.type, "reference")
+                options = StreamOptions(
+                    dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(multiply)
+                )
+                base, *others = _open_all([source, *checkpoints], ranks, stack)
+                if input_ids is not None:
+                    text = given_text(input_ids)
+                else:
+                    size = _size(base.checkpoint, where, samples, sequence_length)
+                    text = read_text(base.checkpoint, data, size, seed)
+                sums = [ReadSums(other.manifest) for other in others]
+            found = run_side_by_side(
+                base.checkpoint,
+                [other.checkpoint for other in others],
+                text.ids_BT,
+                options,
+                ranks=ranks,
+                sums=sums,
+                on_start=on_start,
+                progress=progress,
+            )
+            with ranks.agreeing():
+                result = Comparison(
+                    source=base.member,
+                    candidates=tuple(
+                        _candidate(base, other, findings, text, each.fault)
+                        for other, findings, each in zip(others, found, sums, strict=True)
+                    ),
+                    data={**text.record, "notes": list(text.notes)},
+                    settings=_settings(options, multiply),
+                    seconds=time.monotonic() - begun,
+                )
+                if ranks.first:
+                    on_result(result)
+        return result
+    finally:
+        ranks.leave()
+
+
+def _settings(options: StreamOptions, gemm: str) -> dict[str, Any]:
+    """What was run with, for the record."""
+    device = options.device
+    return {
+        "beamq": __version__,
+        "torch": torch.__version__,
+        "dtype": str(options.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "gemm": gemm,
+    }
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    chosen = name or DEFAULT_DTYPE.get(device.type, "float32")
+    if chosen not in DTYPES:
+        raise UsageError(f"dtype is {chosen!r}, expected {' or '.join(DTYPES)}")
+    found: torch.dtype = getattr(torch, chosen)
+    return found
+
+
+def _size(
+    checkpoint: Checkpoint, device: torch.device, samples: int | None, length: int | None
+) -> tuple[int, int]:
+    longest = BeamConfig.from_dict(checkpoint.config).max_position_embeddings
+    rows, tokens = DEFAULT_SIZE.get(device.type, DEFAULT_SIZE["cpu"])
+    if length is not None and length > longest:
+        raise UsageError(
+            f"sequence length {length:,} is beyond the model's max_position_embeddings"
+            f" ({longest:,})"
+        )
+    return samples or rows, length or min(tokens, longest)
+
+
+# --- the models -----------------------------------------------------------------------------
+
+
+def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> list[_Opened]:
+    """Open all; models of one name are told apart by a number."""
+    for path in paths:
+        refuse_unfinished(user_path(path))
+    budget = DEFAULT_CACHE_BYTES // ranks.world
+    opened = [stack.enter_context(open_checkpoint(path, cache_bytes=budget)) for path in paths]
+    total = Counter(checkpoint.label for checkpoint in opened)
+    seen: Counter[str] = Counter()
+    models = []
+    for path, checkpoint in zip(paths, opened, strict=True):
+        seen[checkpoint.label] += 1
+        number = f" ({seen[checkpoint.label]})" if total[checkpoint.label] > 1 else ""
+        models.append(_open(path, checkpoint, checkpoint.label + number))
+    return models
+
+
+def _open(path: str | Path, checkpoint: Checkpoint, name: str) -> _Opened:
+    inspection = inspect_checkpoint(path)
+    size = footprint(checkpoint, BeamConfig.from_dict(checkpoint.config))
+    return _Opened(
+        checkpoint=checkpoint,
+        inspection=inspection,
+        manifest=_manifest(checkpoint),
+        footprint=size,
+        member=Member(
+            name=name,
+            format=inspection.format,
+            recipe=inspection.recipe,
+            input_scales=inspection.input_scales,
+            footprint=size,
+        ),
+    )
+
+
+def _manifest(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    if not checkpoint.source.has(MANIFEST_NAME):
+        return None
+    return read_json_object(checkpoint.source.path(MANIFEST_NAME), CheckpointError, MAX_INDEX_BYTES)
+
+
+def _candidate(
+    base: _Opened, other: _Opened, findings: Findings, text: Text, unchecked: str | None
+) -> Candidate:
+    limits = limits_for(other.manifest, *stored_units(other.checkpoint))
+    config = BeamConfig.from_dict(base.checkpoint.config)
+    kinds = tuple(
+        f"{layer.removesuffix('_attention')}, {mlp}"
+        for layer, mlp in zip(config.layer_types, config.mlp_layer_types, strict=True)
+    )
+    damage = damage_of(findings.layers, other.footprint.layers, kinds)
+    fits = newly_fitting(base.footprint, other.footprint)
+    return Candidate(
+        member=other.member,
+        divergence=findings.divergence,
+        activations_kld=findings.activations_kld,
+        kld_ratio=findings.kld_ratio,
+        layers=findings.layers,
+        damage=damage,
+        weights=findings.weights,
+        changed=findings.changed,
+        damaged=findings.damaged,
+        newly_fits=fits,
+        limits=limits,
+        verdict=judge(findings, limits, damage, base.footprint, other.footprint, fits),
+        notes=tuple(_notes(base, other, text, unchecked)),
+    )
+
+
+# --- what to know beside the figures --------------------------------------------------------
+
+
+def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> list[str]:
+    notes = [*overlap_notes(other.manifest, text.record)]
+    if unchecked is not None:
+        notes.append(f"its bytes were not held against beamq.json: {unchecked}")
+    changed = changed_files(other.checkpoint, other.manifest)
+    if changed:
+        notes.append(f"{listed(changed)} changed since beamq.json was written")
+    scales = other.member.input_scales
+    if scales and scales.startswith("not calibrated"):
+        notes.append(scales)
+    if _tokenizer(other.checkpoint) not in (None, _tokenizer(base.checkpoint)):
+        notes.append("its tokenizer.json is not the source's; the source's was used for all")
+    if base.member.format not in ("bf16", "fp16", "fp32"):
+        notes.append(
+            f"the source is itself {base.member.format}: differences are from that, not from BF16"
+        )
+    return notes
+
+
+def _tokenizer(checkpoint: Checkpoint) -> bytes | None:
+    """The tokenizer's bytes; None where a checkpoint brings none (weights alone)."""
+    if not checkpoint.source.has("tokenizer.json"):
+        return None
+    return checkpoint.source.path("tokenizer.json").read_bytes()

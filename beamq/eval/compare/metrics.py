@@ -1,0 +1,410 @@
+"""How far one model's next-token distributions are from another's: KL, perplexity, top tokens.
+
+In: FP32 logits [T, V] of the source ("base") and of a candidate, some tokens at a time, and the
+token that really follows each. Out: a few numbers a token (`TokenScores`), then a `Divergence`.
+
+The one idea: logits are never stored. Each chunk of tokens is reduced to four numbers a token
+while it is there; log-softmax and sums are in FP64, so that the KL of nearly equal distributions
+is not the rounding error of two logarithms. Equal logits give exactly 0 and 100%.
+
+Measures that llama.cpp's perplexity tool prints have its names (KLD, PPL, Δp, same top p) and
+mean the same, natural logarithms and KL(base || candidate) included. One thing differs: that tool
+scores the second half of each context, here every position counts, and every position that is
+followed by a token of its row counts for perplexity and Δp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from beamq.model.observers import Quiet
+
+# Figures with their standard errors over tokens.
+#
+# In: one FP64 number for each token. Out: an `Estimate` of a mean, a quantile, an RMS or a root
+# of a ratio of sums.
+#
+# Standard errors treat tokens as independent draws. Tokens of one text are not quite: with text of
+# another kind a figure can move by more than its standard error, with more of the same text hardly.
+# A largest value has no standard error; it is None there, and wherever there are fewer than two
+# tokens. Values that are not finite make the figure NaN, never a figure of the rest.
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A figure and its standard error."""
+
+    value: float
+    standard_error: float | None = None
+
+    def to_dict(self) -> dict[str, float | None]:
+        """For JSON; what is not finite becomes null there."""
+        return {"value": self.value, "standard_error": self.standard_error}
+
+    def map(self, value: float, slope: float) -> Estimate:
+        """A function of this figure, by its value and its derivative there."""
+        error = self.standard_error
+        return Estimate(value=value, standard_error=None if error is None else abs(slope) * error)
+
+
+def mean(x_T: NDArray[np.generic]) -> Estimate:
+    """The mean. NaN for no tokens."""
+    x = x_T.astype(np.float64)
+    if not x.size:
+        return Estimate(value=math.nan)
+    error = float(x.std(ddof=1)) / math.sqrt(x.size) if x.size > 1 else None
+    return Estimate(value=float(x.mean()), standard_error=error)
+
+
+def rms(x_T: Floats) -> Estimate:
+    """Root of the mean square."""
+    square = mean(np.square(x_T))
+    root = math.sqrt(square.value)
+    return square.map(root, 0.5 / root if root else 0.0)
+
+
+def quantiles(x_T: Floats, shares: tuple[float, ...]) -> list[Estimate]:
+    """Quantiles, interpolated between neighbours; a share of 1 is the largest value.
+
+    The standard error of the p-quantile is half the distance between the values that stand
+    sqrt(n p (1 - p)) places below and above it: no shape of the distribution is assumed.
+    """
+    if not x_T.size or np.isnan(x_T).any():
+        return [Estimate(value=math.nan) for _ in shares]
+    ordered = np.sort(x_T)
+    last = ordered.size - 1
+    found = []
+    for share in shares:
+        spread = math.sqrt(ordered.size * share * (1 - share)) / max(last, 1)
+        error = None
+        if 0 < share < 1 and last:
+            ends = np.clip([share - spread, share + spread], 0.0, 1.0)
+            low, high = np.quantile(ordered, ends)
+            error = float(high - low) / 2
+        value = float(np.quantile(ordered, share))
+        found.append(Estimate(value=value, standard_error=error))
+    return found
+
+
+def ratio_of_means(x_T: Floats, y_T: Floats) -> Estimate:
+    """mean(x) / mean(y) over the same tokens; the error is that of the paired difference."""
+    base = float(y_T.mean()) if y_T.size else 0.0
+    if not base or not math.isfinite(base):
+        return Estimate(value=math.nan)
+    value = float(x_T.mean()) / base
+    rest = mean(x_T - value * y_T)
+    error = None if rest.standard_error is None else rest.standard_error / abs(base)
+    return Estimate(value=value, standard_error=error)
+
+
+def root_of_ratio(noise_T: Floats, signal_T: Floats) -> Estimate:
+    """sqrt(sum of noise / sum of signal): a relative error over all tokens.
+
+    Its standard error is that of a ratio of two means over the same tokens.
+    """
+    signal = float(signal_T.sum())
+    if not signal:
+        return Estimate(value=0.0 if not noise_T.any() else math.inf)
+    ratio = float(noise_T.sum()) / signal
+    if not math.isfinite(ratio):
+        return Estimate(value=math.nan)
+    root, count = math.sqrt(ratio), noise_T.size
+    if count < 2 or not root:
+        return Estimate(value=root, standard_error=0.0 if count > 1 else None)
+    rest = noise_T - ratio * signal_T
+    error = math.sqrt(float(rest @ rest) / (count - 1) / count) / (signal / count)
+    return Estimate(value=root, standard_error=error / (2 * root))
+
+
+TOP = 5
+CHUNK_ELEMENTS = 1 << 22  # FP64 temporaries of 32 MiB
+KLD_SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
+HISTOGRAM_LOW, HISTOGRAM_HIGH, HISTOGRAM_STEP = -8.0, 2.0, 0.25  # log10 of nats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseScores:
+    """What the source says about a chunk of tokens; kept while the candidates are scored."""
+
+    logp_TV: torch.Tensor
+    p_TV: torch.Tensor
+    top_Tk: torch.Tensor
+    next_T: torch.Tensor
+    logp_next_T: torch.Tensor
+
+
+def score_base(logits_TV: torch.Tensor, next_T: torch.Tensor) -> BaseScores:
+    """`next_T` is the token that follows each, or -1 where the row ends."""
+    logp_TV = logits_TV.double().log_softmax(-1)
+    return BaseScores(
+        logp_TV=logp_TV,
+        p_TV=logp_TV.exp(),
+        top_Tk=_top(logits_TV),
+        next_T=next_T,
+        logp_next_T=_of_next(logp_TV, next_T),
+    )
+
+
+class TokenScores:
+    """Scores of one candidate, a few numbers for each token seen so far."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self._top = TOP
+
+    def add(self, base: BaseScores, logits_TV: torch.Tensor) -> None:
+        """Score the same chunk of tokens by the candidate's logits."""
+        logp_TV = logits_TV.double().log_softmax(-1)
+        top_Tk = _top(logits_TV)
+        self._top = top_Tk.shape[1]
+        logp_next_T = _of_next(logp_TV, base.next_T)
+        shared_T = (base.top_Tk[:, :, None] == top_Tk[:, None, :]).sum((1, 2))
+        same_T = base.top_Tk[:, 0] == top_Tk[:, 0]
+        kld_T = logp_TV.neg_().add_(base.logp_TV).mul_(base.p_TV).sum(-1)
+        columns = (kld_T, same_T, shared_T, base.next_T >= 0, base.logp_next_T, logp_next_T)
+        self._parts.append(tuple(column.cpu().numpy() for column in columns))
+
+    @property
+    def kld_T(self) -> Floats:
+        """KLD of each token so far."""
+        return np.concatenate([part[0] for part in self._parts]).astype(np.float64)
+
+    def result(self) -> Divergence:
+        """The figures over all tokens."""
+        kld_T, same_T, shared_T, followed_T, base_T, other_T = (
+            np.concatenate(column) for column in zip(*self._parts, strict=True)
+        )
+        base_N, other_N = base_T[followed_T], other_T[followed_T]
+        change_N = np.exp(other_N) - np.exp(base_N)
+        at = quantiles(kld_T, KLD_SHARES)
+        base, other, ratio = mean(-base_N), mean(-other_N), mean(base_N - other_N)
+        return Divergence(
+            tokens=kld_T.size,
+            predicted=base_N.size,
+            not_finite=int(np.count_nonzero(~np.isfinite(kld_T))),
+            mean_kld=mean(kld_T),
+            median_kld=at[0],
+            kld_90=at[1],
+            kld_99=at[2],
+            kld_999=at[3],
+            max_kld=at[4],
+            ppl_base=_exp(base),
+            ppl=_exp(other),
+            ln_ppl_ratio=ratio,
+            mean_delta_p=mean(change_N),
+            rms_delta_p=rms(change_N),
+            same_top=mean(same_T),
+            top5_overlap=mean(shared_T / self._top),
+            histogram=_histogram(kld_T),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Histogram:
+    """Tokens by log10 of their KL divergence, in steps of a quarter from `low` on.
+
+    `counts` has one entry for each step; what is less (exact zeros too) or more than the ends is
+    in `below` and `above`.
+    """
+
+    low: float
+    step: float
+    counts: tuple[int, ...]
+    below: int
+    above: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """A candidate against the source. KLD in nats, probabilities and shares from 0 to 1.
+
+    `tokens` are behind KLD and top tokens, `predicted` (those a token follows in their row)
+    behind perplexity and Δp; `not_finite` counts tokens whose KLD is no number.
+    """
+
+    tokens: int
+    predicted: int
+    not_finite: int
+    mean_kld: Estimate
+    median_kld: Estimate
+    kld_90: Estimate
+    kld_99: Estimate
+    kld_999: Estimate
+    max_kld: Estimate
+    ppl_base: Estimate
+    ppl: Estimate
+    ln_ppl_ratio: Estimate
+    mean_delta_p: Estimate
+    rms_delta_p: Estimate
+    same_top: Estimate
+    top5_overlap: Estimate
+    histogram: Histogram
+
+    @property
+    def exact(self) -> bool:
+        """Whether not one token's distribution differs."""
+        return self.max_kld.value == 0.0 and not self.not_finite
+
+
+def _top(logits_TV: torch.Tensor) -> torch.Tensor:
+    return logits_TV.topk(min(TOP, logits_TV.shape[1]), dim=-1)[1]
+
+
+def _of_next(logp_TV: torch.Tensor, next_T: torch.Tensor) -> torch.Tensor:
+    """log-probability of the token that follows; of token 0 where none does."""
+    return logp_TV.gather(1, next_T.clamp(min=0)[:, None])[:, 0]
+
+
+def _exp(log: Estimate) -> Estimate:
+    value = math.exp(min(log.value, 700.0)) if not math.isnan(log.value) else math.nan
+    return log.map(value, value)
+
+
+def _histogram(kld_T: Floats) -> Histogram:
+    steps = round((HISTOGRAM_HIGH - HISTOGRAM_LOW) / HISTOGRAM_STEP)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        place_T = np.floor((np.log10(kld_T) - HISTOGRAM_LOW) / HISTOGRAM_STEP)
+    place_T = np.nan_to_num(place_T, nan=-1.0, posinf=steps, neginf=-1.0)
+    counts = np.bincount(np.clip(place_T, -1, steps).astype(int) + 1, minlength=steps + 2)
+    return Histogram(
+        low=HISTOGRAM_LOW,
+        step=HISTOGRAM_STEP,
+        counts=tuple(int(count) for count in counts[1:-1]),
+        below=int(counts[0]),
+        above=int(counts[-1]),
+    )
+
+
+# What a candidate's hidden states and router choices are worth after each layer.
+#
+# In: hidden states of source and candidate behind the same layer, and both routers' choices, batch
+# by batch. Out: a `LayerError` for each layer.
+#
+# The one idea: after layer l each token has a noise power |h' - h|^2 and a signal power |h|^2. The
+# relative error is the root of the ratio of their sums. Ratios of powers add up where noise is
+# independent, so `added` is the growth of that ratio over the layer, and all of them sum to the
+# ratio behind the last layer. It is the layer's own damage together with what it makes of noise
+# that comes in (it may be negative: a layer that is sure of itself averages noise away).
+
+LAYER_CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterAgreement:
+    """Both routers on the same token: share of tokens with the same experts, mean overlap."""
+
+    same_experts: Estimate
+    overlap: Estimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerError:
+    """Behind one layer. `relative` and `sqnr_db` say the same; `sqnr_db` is None for no error.
+
+    `added` is the layer's part of relative**2. `router` is None for dense layers.
+    """
+
+    layer: int
+    relative: Estimate
+    sqnr_db: float | None
+    added: float
+    router: RouterAgreement | None
+
+
+class RouteRecorder(Quiet):
+    """Keeps a layer's router choices, one tensor a batch, until `take`."""
+
+    expert_inputs = False
+
+    def __init__(self) -> None:
+        self._chosen: list[torch.Tensor] = []
+
+    def routing(
+        self,
+        layer: int,
+        logits_TE: torch.Tensor,
+        experts_Tk: torch.Tensor,
+        weights_Tk: torch.Tensor,
+    ) -> None:
+        """Keep the choice."""
+        self._chosen.append(experts_Tk)
+
+    def take(self) -> list[torch.Tensor]:
+        """The choices of all batches since the last call."""
+        chosen, self._chosen = self._chosen, []
+        return chosen
+
+
+class Powers:
+    """Noise and signal of every token behind one layer, batch by batch."""
+
+    def __init__(self) -> None:
+        self._noise: list[torch.Tensor] = []
+        self._signal: list[torch.Tensor] = []
+
+    def add(self, base_TK: torch.Tensor, other_TK: torch.Tensor) -> None:
+        """One batch's hidden states."""
+        step = max(1, LAYER_CHUNK_ELEMENTS // base_TK.shape[1])
+        for start in range(0, base_TK.shape[0], step):
+            signal_TK = base_TK[start : start + step].float()
+            noise_TK = other_TK[start : start + step].float() - signal_TK
+            self._noise.append(_power(noise_TK).cpu())
+            self._signal.append(_power(signal_TK).cpu())
+
+    def relative(self) -> Estimate:
+        """sqrt(noise / signal) over all tokens."""
+        return root_of_ratio(
+            torch.cat(self._noise).numpy(),
+            torch.cat(self._signal).numpy(),
+        )
+
+
+def _power(x_TK: torch.Tensor) -> torch.Tensor:
+    """|x|^2 of each token: an FP32 norm, which is precise enough, squared in FP64."""
+    norm_T: torch.Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
+    return norm_T.double().square()
+
+
+def layer_error(
+    layer: int, powers: Powers, before: float, router: RouterAgreement | None
+) -> LayerError:
+    """`before` is the squared relative error behind the layer before."""
+    relative = powers.relative()
+    square = relative.value**2
+    return LayerError(
+        layer=layer,
+        relative=relative,
+        sqnr_db=sqnr_db(square),
+        added=square - before,
+        router=router,
+    )
+
+
+def sqnr_db(noise_to_signal: float) -> float | None:
+    """Signal over noise in decibels; None where there is no noise, or no sense in it."""
+    if not noise_to_signal or not math.isfinite(noise_to_signal):
+        return None
+    return -10 * math.log10(noise_to_signal)
+
+
+def router_agreement(
+    base: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
+) -> RouterAgreement | None:
+    """Choices [T, k] of all batches of one layer; None for a layer without a router."""
+    if not base:
+        return None
+    shares = []
+    for base_Tk, other_Tk in zip(base, other, strict=True):
+        shared_T = (base_Tk[:, :, None] == other_Tk[:, None, :]).sum((1, 2))
+        shares.append((shared_T / base_Tk.shape[1]).cpu().numpy())
+    share_T = np.concatenate(shares)
+    return RouterAgreement(same_experts=mean(share_T == 1.0), overlap=mean(share_T))

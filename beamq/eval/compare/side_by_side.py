@@ -1,0 +1,454 @@
+"""Several models side by side: the same tokens through each, one layer of each at a time.
+
+In: opened checkpoints, the source first, and rows of token ids. Out: for each candidate what the
+watchers of this package say of its logits, hidden states, routers and weights.
+
+    layer 0 of source, of candidate 1, of candidate 2;  layer 1 of source, of candidate 1, ...
+
+Beside each quantized candidate runs the source with that candidate's activations (`floor`): what it
+loses no better weights could win back. It costs another forward pass, and no reading.
+
+The one idea: all models advance together, so every comparison happens while both sides are there
+and nothing is stored for later: no logits, no hidden states of layers gone by, no second read of
+weights. In memory are the source's layer, one candidate's and the one that is being read ahead,
+however many layers or candidates there are; of each token, one hidden state for each model.
+
+Under torchrun each process reads and holds a range of every sparse layer's experts and all of the
+rest. Sums over experts are handed on in the order of experts (ADR 9), in the floor's pass too, and
+all else is computed alike at every rank, so findings are to the bit those of one process.
+
+Limits: experts are not sliced further; what is not experts is neither divided nor read only once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from numpy import int64
+from numpy.typing import NDArray
+
+from beamq.beam.config import BeamConfig
+from beamq.errors import ConfigError, EnvironmentFault
+from beamq.eval.compare.findings import Findings, Gathered, of_all_ranks
+from beamq.eval.compare.footprint import stored_units
+from beamq.eval.compare.metrics import (
+    CHUNK_ELEMENTS,
+    Powers,
+    RouteRecorder,
+    TokenScores,
+    layer_error,
+    ratio_of_means,
+    router_agreement,
+    score_base,
+)
+from beamq.eval.compare.read_checksums import ReadSums
+from beamq.eval.compare.weight_error import changed_tensors, weight_errors
+from beamq.io.checkpoint import Checkpoint
+from beamq.model.attention import SequenceLayout
+from beamq.model.expert_parallel import exchange_for
+from beamq.model.forward import Batch, LayerPass
+from beamq.model.gemm.products import product, swiglu
+from beamq.model.gemm.reference import (
+    DenseWeight,
+    Gemm,
+    LinearWeight,
+    ReferenceGemm,
+    quantize_input,
+)
+from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp, head_logits
+from beamq.model.loader import LayerLoader, LayerStream, in_turns
+from beamq.model.logits import BATCH_TOKENS, embed
+from beamq.model.moe import ExpertSlice
+from beamq.model.observers import Observer
+from beamq.ranks import Ranks, current_ranks
+
+# Exact weights, activations as served: the part of a loss that no better weights can win back.
+#
+# In: a layer of the source and the same layer of a candidate. Out: a layer with the source's
+# weights whose inputs are quantized as the candidate's are, and the GEMM that does so.
+#
+# The one idea: a weight says how its input is quantized (FP8 by token, NVFP4 by `input_scale`), so
+# an exact weight that carries a quantized one beside it is all that a forward pass needs. The KL of
+# such a pass is the floor beside every W4A4 figure: what is above it is due to weights.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedWeight(DenseWeight):
+    """An exact weight, read through activations that are quantized as in front of `like`."""
+
+    like: LinearWeight
+
+
+_EXACT = ReferenceGemm()
+
+
+class ActivationsOnlyGemm:
+    """A `Gemm` that quantizes the inputs of `ServedWeight`s and nothing else."""
+
+    def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """See `Gemm.linear`."""
+        if isinstance(weight, ServedWeight):
+            return product(_served(x_TK, weight), weight.w_NK)
+        return _EXACT.linear(x_TK, weight)
+
+    def grouped(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """See `Gemm.grouped`."""
+        if isinstance(weight, ServedWeight):
+            x_TK = _served(x_TK, weight)
+        return _EXACT.grouped(x_TK, rows, weight, offsets)
+
+    def experts(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """See `Gemm.experts`."""
+        active_SI = swiglu(self.grouped(x_TK, rows, gate_up, offsets))
+        return self.grouped(active_SI, None, down, offsets)
+
+
+def with_served_inputs(base: LayerWeights, candidate: LayerWeights) -> LayerWeights:
+    """`base` with the inputs of what `candidate` has quantized served as there.
+
+    Both must be whole layers (no slices), `base` unquantized.
+    """
+    attention = replace(
+        base.attention,
+        qkv_gate=_pair(base.attention.qkv_gate, candidate.attention.qkv_gate),
+        o=_pair(base.attention.o, candidate.attention.o),
+    )
+    mlp: DenseMlp | SparseMlp
+    if isinstance(base.mlp, DenseMlp) and isinstance(candidate.mlp, DenseMlp):
+        mlp = DenseMlp(
+            gate_up=_pair(base.mlp.gate_up, candidate.mlp.gate_up),
+            down=_pair(base.mlp.down, candidate.mlp.down),
+        )
+    elif isinstance(base.mlp, SparseMlp) and isinstance(candidate.mlp, SparseMlp):
+        parts = zip(tuple(base.mlp.experts), tuple(candidate.mlp.experts), strict=True)
+        mlp = replace(base.mlp, experts=tuple(_pair_experts(*pair) for pair in parts))
+    else:
+        raise TypeError("layers of two kinds cannot be paired")
+    return replace(base, attention=attention, mlp=mlp)
+
+
+def _pair_experts(base: ExpertSlice, candidate: ExpertSlice) -> ExpertSlice:
+    return replace(
+        base,
+        gate_up=_pair(base.gate_up, candidate.gate_up),
+        down=_pair(base.down, candidate.down),
+    )
+
+
+def _pair(exact: LinearWeight, like: LinearWeight) -> LinearWeight:
+    if isinstance(like, DenseWeight):
+        return exact
+    if not isinstance(exact, DenseWeight):
+        raise TypeError("the source's weights are quantized")
+    return ServedWeight(w_NK=exact.w_NK, like=like)
+
+
+def _served(x_TK: torch.Tensor, weight: ServedWeight) -> torch.Tensor:
+    if isinstance(weight.like, DenseWeight):
+        return x_TK
+    quantized = quantize_input(x_TK, weight.like)
+    return quantized.operand_TK.float().mul_(quantized.scale).to(x_TK.dtype)
+
+
+# Can checkpoints run side by side: are they of one model, and the same at every rank?
+#
+# In: configs of a source and of a candidate; opened checkpoints. Out: nothing, or an error.
+
+SHAPES = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_layers",
+    "vocab_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "num_experts",
+    "top_k",
+    "mlp_layer_types",
+)
+
+
+def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
+    """Raise `ConfigError` unless both configs are of one model's shapes."""
+    for key in SHAPES:
+        if getattr(base, key) != getattr(other, key):
+            raise ConfigError(
+                f"{name}: {key} is {str(getattr(other, key))[:60]}, in the source"
+                f" {str(getattr(base, key))[:60]}; only checkpoints of one model can be compared"
+            )
+
+
+def expect_same_files(checkpoints: Sequence[Checkpoint], ranks: Ranks) -> None:
+    """Raise `EnvironmentFault` at all ranks unless all have opened the same, as headers tell."""
+    if ranks.world == 1:
+        return
+    seen = ranks.gather([checkpoint.layout_digest() for checkpoint in checkpoints])
+    for checkpoint, digests in zip(checkpoints, zip(*seen, strict=True), strict=True):
+        if len(set(digests)) > 1:
+            raise EnvironmentFault(
+                f"{checkpoint.name}: the ranks do not see the same files; all need the same folders"
+            )
+
+
+HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOptions:
+    """How to run: activation dtype, device, and the GEMM of the candidates.
+
+    `floor` says whether exact weights under served activations are to be run as well.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    gemm: Gemm
+    floor: bool = True
+
+
+def run_side_by_side(
+    source: Checkpoint,
+    candidates: Sequence[Checkpoint],
+    ids_BT: NDArray[int64],
+    options: StreamOptions,
+    *,
+    ranks: Ranks | None = None,
+    sums: Sequence[ReadSums] = (),
+    on_start: Callable[[], None] = lambda: None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Findings]:
+    """Findings for each candidate, the same at every rank. Rows of `ids_BT` are whole sequences.
+
+    `ranks` are those of torchrun unless given; all must call this, and the first one's rows are
+    used. `sums`, one for each candidate, look at every tensor that is read. `on_start` is called
+    at the first rank when the models are known to fit each other and before work, `progress` with
+    bytes of weights that were run and that will be in all. Raises `ConfigError` for a candidate
+    that is another model, what loading raises (at all ranks what it raised at one), and
+    `EnvironmentFault` where another rank sees other files or fails in other ways.
+    """
+    ranks = current_ranks() if ranks is None else ranks
+    ids_BT = ranks.gather(ids_BT)[0]
+    checkpoints = [source, *candidates]
+    expect_same_files(checkpoints, ranks)
+    with ExitStack() as stack:
+        with ranks.agreeing():
+            loaders = stack.enter_context(_loaders(checkpoints, options, sums))
+            if ranks.first:
+                on_start()
+            run = _SideBySide(loaders, ids_BT, options, ranks)
+        run.layers(progress)
+        with ranks.agreeing():
+            run.heads()
+    found = [candidate.findings() for candidate in run.candidates]
+    for candidate, findings in zip(run.candidates[1:], found[1:], strict=True):
+        first = run.candidates[0].scores
+        findings.kld_ratio = ratio_of_means(candidate.scores.kld_T, first.kld_T)
+    for findings, each in zip(found, sums, strict=False):  # there may be none
+        findings.damaged = each.damaged
+    return found if ranks.world == 1 else of_all_ranks(ranks.gather(found))
+
+
+@contextmanager
+def _loaders(
+    checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadSums]
+) -> Iterator[list[LayerLoader]]:
+    """One for each model, the source's first. Raises `ConfigError` for one that is another."""
+    configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
+    for checkpoint, config in zip(checkpoints[1:], configs[1:], strict=True):
+        expect_alike(configs[0], config, checkpoint.name)
+    taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
+    loaders: list[LayerLoader] = []
+    try:
+        for checkpoint, config, tap in zip(checkpoints, configs, taps, strict=True):
+            loaders.append(
+                LayerLoader(checkpoint, config, dtype=options.dtype, device=options.device, tap=tap)
+            )
+        yield loaders
+    finally:
+        for loader in loaders:
+            loader.close()
+
+
+class _SideBySide:
+    """One run: passes of all models over the same batches; the source is at place 0."""
+
+    def __init__(
+        self,
+        loaders: Sequence[LayerLoader],
+        ids_BT: NDArray[int64],
+        options: StreamOptions,
+        ranks: Ranks,
+    ) -> None:
+        self._loaders = loaders
+        self._config = loaders[0].config
+        self._ranks = ranks
+        # Undivided: each rank has all states and choices, and says of them what one process would.
+        self._exchange = exchange_for(ranks, self._config, divided=False)
+        rows = max(1, BATCH_TOKENS // ids_BT.shape[1])
+        self._rows = torch.from_numpy(ids_BT).split_with_sizes(_equal_parts(len(ids_BT), rows))
+        self._base_routes = RouteRecorder()
+        self.candidates = [Gathered() for _ in loaders[1:]]
+        recorders = [self._base_routes, *(each.routes for each in self.candidates)]
+        self._streams = [LayerStream(each, experts=self._exchange.experts) for each in loaders]
+        self._passes = [
+            self._pass(stream, options.gemm, [routes])
+            for stream, routes in zip(self._streams, recorders, strict=True)
+        ]
+        self._floors = [self._floor(loader, options) for loader in loaders[1:]]
+        for candidate, floor in zip(self.candidates, self._floors, strict=True):
+            candidate.floor = None if floor is None else TokenScores()
+        self._compare_embeddings()
+
+    def _floor(self, loader: LayerLoader, options: StreamOptions) -> LayerPass | None:
+        """The source once more, with the activations of a candidate that has any quantized."""
+        exact = isinstance(options.gemm, ReferenceGemm) and not options.gemm.quantize_activations
+        source, candidate = (stored_units(each.checkpoint) for each in (self._loaders[0], loader))
+        if exact or not options.floor or source[1] or not candidate[1]:
+            return None
+        return self._pass(self._streams[0], ActivationsOnlyGemm())
+
+    def _pass(
+        self, stream: LayerStream, gemm: Gemm, observers: Sequence[Observer] = ()
+    ) -> LayerPass:
+        states = embed(stream.loader, [rows.flatten() for rows in self._rows])
+        layouts = [SequenceLayout.rectangle(*rows.shape) for rows in self._rows]
+        batches = [Batch(h_TK=h, layout=each) for h, each in zip(states, layouts, strict=True)]
+        return LayerPass(stream, batches, gemm=gemm, observers=observers, exchange=self._exchange)
+
+    def _compare_embeddings(self) -> None:
+        for candidate, run in zip(self.candidates, self._passes[1:], strict=True):
+            for number in range(len(self._rows)):
+                if not torch.equal(self._passes[0].states.get(number), run.states.get(number)):
+                    candidate.changed.append("model.embed_tokens.weight")
+                    break
+
+    def layers(self, progress: Callable[[int, int], None] | None) -> None:
+        """All models through all layers, comparing behind each."""
+        total = sum(
+            spec.nbytes for loader in self._loaders for spec in loader.checkpoint.tensors.values()
+        )
+        models = len(self._loaders)
+        base: LayerWeights | None = None
+        base_chosen: list[torch.Tensor] = []
+        for place, index, weights in self._turns():
+            with self._ranks.talking():
+                self._passes[place].apply(weights)
+                if place == 0:
+                    base, base_chosen = weights, self._base_routes.take()
+                elif base is not None:
+                    self._compare(place, index, base, weights, base_chosen)
+                    floor = self._floors[place - 1]
+                    if floor is not None:
+                        floor.apply(with_served_inputs(base, weights))
+            if place == models - 1:
+                base = None  # or it would live on while the next layer is waited for
+            del weights
+            if progress is not None:
+                done = index * models + place + 1
+                progress(total * done // (self._config.num_layers * models), total)
+
+    def _turns(self) -> Iterator[tuple[int, int, LayerWeights]]:
+        """`in_turns`. What cannot be read at one rank ends the run at all of them, by its error."""
+        with closing(in_turns(self._streams)) as turns:
+            while True:
+                with self._ranks.agreeing():
+                    turn = next(turns, None)
+                if turn is None:
+                    return
+                yield turn
+                del turn  # before the next one is asked for, or two would live
+
+    def _compare(
+        self,
+        place: int,
+        index: int,
+        base: LayerWeights,
+        weights: LayerWeights,
+        base_chosen: Sequence[torch.Tensor],
+    ) -> None:
+        candidate = self.candidates[place - 1]
+        powers = Powers()
+        for number in range(len(self._rows)):
+            powers.add(self._passes[0].states.get(number), self._passes[place].states.get(number))
+        router = router_agreement(base_chosen, candidate.routes.take())
+        candidate.layers.append(layer_error(index, powers, candidate.square, router))
+        candidate.weights += weight_errors(base, weights, self._config)
+        candidate.changed += changed_tensors(base, weights)
+
+    def heads(self) -> None:
+        """Logits of all models, some tokens at a time, reduced to scores at once."""
+        heads = [loader.head() for loader in self._loaders]
+        self._compare_heads(heads)
+        step = max(1, HEAD_ELEMENTS // self._config.vocab_size)
+        with torch.inference_mode():
+            for number, rows in enumerate(self._rows):
+                next_T = _following(rows).to(heads[0].norm.device)
+                states = [run.states.get(number) for run in self._passes]
+                for start in range(0, next_T.numel(), step):
+                    some = slice(start, start + step)
+                    logits = (
+                        head_logits(h_TK[some], head, loader.config)
+                        for h_TK, head, loader in zip(states, heads, self._loaders, strict=True)
+                    )
+                    base = list(logits)
+                    floors = [
+                        None
+                        if floor is None
+                        else head_logits(floor.states.get(number)[some], heads[0], self._config)
+                        for floor in self._floors
+                    ]
+                    self._score(next_T[some], base, floors)
+
+    def _score(
+        self,
+        next_T: torch.Tensor,
+        logits: Sequence[torch.Tensor],
+        floors: Sequence[torch.Tensor | None],
+    ) -> None:
+        """FP64 work on a few tokens at a time, so that its temporaries stay in the cache."""
+        step = max(1, CHUNK_ELEMENTS // self._config.vocab_size)
+        for start in range(0, next_T.numel(), step):
+            some = slice(start, start + step)
+            base = score_base(logits[0][some], next_T[some])
+            for candidate, logits_TV, floor_TV in zip(
+                self.candidates, logits[1:], floors, strict=True
+            ):
+                candidate.scores.add(base, logits_TV[some])
+                if candidate.floor is not None and floor_TV is not None:
+                    candidate.floor.add(base, floor_TV[some])
+
+    def _compare_heads(self, heads: Sequence[Head]) -> None:
+        for candidate, head in zip(self.candidates, heads[1:], strict=True):
+            if not torch.equal(heads[0].norm, head.norm):
+                candidate.changed.append("model.norm.weight")
+            if not torch.equal(heads[0].output_VK, head.output_VK):
+                candidate.changed.append("lm_head.weight")
+
+
+def _equal_parts(count: int, most: int) -> list[int]:
+    """`count` rows in parts of at most `most`."""
+    whole, rest = divmod(count, most)
+    return [most] * whole + [rest] * bool(rest)
+
+
+def _following(rows_BT: torch.Tensor) -> torch.Tensor:
+    """The token after each of the packed tokens, -1 at the end of a row."""
+    ends_B1 = torch.full((rows_BT.shape[0], 1), -1, dtype=rows_BT.dtype)
+    return torch.cat((rows_BT[:, 1:], ends_B1), dim=1).flatten()

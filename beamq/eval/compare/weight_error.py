@@ -1,0 +1,248 @@
+"""Error of every stored linear against the source's, on weights that a forward pass has loaded.
+
+In: `LayerWeights` of the source and of a candidate, the same layer. Out: a `WeightError` for each
+linear of it.
+
+The one idea: the comparison reads nothing. Both layers are in memory for the forward pass anyway,
+on whatever device, with linears that are multiplied together in one buffer. Each is taken out of
+it and reduced by itself, to a few numbers a row and then to a `WeightError`, so that its figures
+have the same bits whichever other experts a process holds.
+
+    saturated     beyond the largest magnitude that the element's scale can express: clipped
+    underflowed   not zero in the source and decoded to zero
+
+A few percent of NVFP4 elements underflow in any tensor (a block's small values beside a large
+one), and a few blocks' largest values are clipped where the E4M3 block scale was rounded down.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from beamq.beam.config import BeamConfig
+from beamq.eval.compare.metrics import sqnr_db
+from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
+from beamq.model.gemm.reference import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight, decode
+from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
+
+CHUNK_ELEMENTS = 1 << 22
+ROUNDING = 1 + 2.0**-20  # a value that FP32 rounding alone puts past the end is not clipped
+_FORMATS: dict[type, str] = {DenseWeight: "dense", Fp8Weight: "fp8", Nvfp4Weight: "nvfp4"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightError:
+    """One linear, decoded, against the source. `relative_rms` is RMS of error over RMS of source.
+
+    `sqnr_db` says the same in decibels, None where nothing differs.
+    """
+
+    module: str
+    layer: int
+    format: str
+    elements: int
+    relative_rms: float
+    sqnr_db: float | None
+    max_abs_error: float
+    saturated_share: float
+    underflowed_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Linear:
+    """One linear [N, K] of both models."""
+
+    module: str
+    base: LinearWeight
+    other: LinearWeight
+
+
+def weight_errors(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> list[WeightError]:
+    """The linears of one layer, which must be loaded with the same experts, and not in slices.
+
+    Linears that are unquantized in both and equal are left out.
+    """
+    with torch.inference_mode():
+        found = [
+            (linear, sums_NF)
+            for linear in _linears(base, other, config)
+            if (sums_NF := _row_sums(linear.base, linear.other)) is not None
+        ]
+        if not found:
+            return []
+        # To the CPU at once: a GPU would be waited for at every linear.
+        sums_RF = torch.cat([sums_NF for _, sums_NF in found]).cpu()
+        rows = sums_RF.split_with_sizes([sums_NF.shape[0] for _, sums_NF in found])
+        return [
+            _error(linear, own_NF, base.index)
+            for (linear, _), own_NF in zip(found, rows, strict=True)
+        ]
+
+
+def changed_tensors(base: LayerWeights, other: LayerWeights) -> list[str]:
+    """Norms, biases and routers of a layer that are not the source's, though no recipe quantizes
+    them. Names as stored."""
+    prefix = f"model.layers.{base.index}"
+    pairs = [
+        (f"{prefix}.input_layernorm.weight", base.input_norm, other.input_norm),
+        (
+            f"{prefix}.post_attention_layernorm.weight",
+            base.post_attention_norm,
+            other.post_attention_norm,
+        ),
+        (f"{prefix}.pre_feedforward_layernorm.weight", base.pre_mlp_norm, other.pre_mlp_norm),
+        (f"{prefix}.post_feedforward_layernorm.weight", base.post_mlp_norm, other.post_mlp_norm),
+        (f"{prefix}.self_attn.q_norm.weight", base.attention.q_norm, other.attention.q_norm),
+        (f"{prefix}.self_attn.k_norm.weight", base.attention.k_norm, other.attention.k_norm),
+        (f"{prefix}.self_attn.gate_bias", base.attention.gate_bias, other.attention.gate_bias),
+    ]
+    if isinstance(base.mlp, SparseMlp) and isinstance(other.mlp, SparseMlp):
+        ours, theirs = base.mlp.router, other.mlp.router
+        pairs += [
+            (f"{prefix}.mlp.gate.weight", ours.weight_EK, theirs.weight_EK),
+            (f"{prefix}.mlp.gate.e_score_correction_bias", ours.bias_E, theirs.bias_E),
+        ]
+    return [name for name, mine, other_one in pairs if not torch.equal(mine, other_one)]
+
+
+def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Iterator[_Linear]:
+    prefix = f"model.layers.{base.index}"
+    q, kv, hidden = config.q_dim, config.kv_dim, config.hidden_size
+    attention = (("q_proj", q), ("k_proj", kv), ("v_proj", kv), ("gate_proj", q))
+    mine, theirs = base.attention, other.attention
+    name = f"{prefix}.self_attn"
+    yield from _each(
+        mine.qkv_gate, theirs.qkv_gate, [(f"{name}.{proj}", n) for proj, n in attention]
+    )
+    yield from _each(mine.o, theirs.o, [(f"{name}.o_proj", hidden)])
+    if isinstance(base.mlp, DenseMlp):
+        if not isinstance(other.mlp, DenseMlp):
+            raise TypeError("a dense layer beside a sparse one")
+        width = config.intermediate_size
+        gate_up = [(f"{prefix}.mlp.{proj}", width) for proj in ("gate_proj", "up_proj")]
+        yield from _each(base.mlp.gate_up, other.mlp.gate_up, gate_up)
+        yield from _each(base.mlp.down, other.mlp.down, [(f"{prefix}.mlp.down_proj", hidden)])
+        return
+    if isinstance(other.mlp, DenseMlp):
+        raise TypeError("a sparse layer beside a dense one")
+    width = config.moe_intermediate_size
+    for ours, same in zip(base.mlp.experts, other.mlp.experts, strict=True):
+        names = [f"{prefix}.mlp.experts.{ours.first + n}" for n in range(ours.count)]
+        both = [(f"{n}.{proj}", width) for n in names for proj in ("gate_proj", "up_proj")]
+        yield from _each(ours.gate_up, same.gate_up, both)
+        yield from _each(ours.down, same.down, [(f"{n}.down_proj", hidden) for n in names])
+
+
+def _each(
+    base: LinearWeight, other: LinearWeight, rows: Sequence[tuple[str, int]]
+) -> Iterator[_Linear]:
+    """The linears that lie one below the other in a weight: their names and rows, in that order."""
+    base, other = _flat(base), _flat(other)
+    start = 0
+    for module, count in rows:
+        own = slice(start, start + count)
+        yield _Linear(module=module, base=_rows(base, own), other=_rows(other, own))
+        start += count
+
+
+def _flat(weight: LinearWeight) -> LinearWeight:
+    """The same weight with experts one below the other: [E, N, K] as [E N, K]."""
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(w_NK=weight.w_NK.flatten(0, -2))
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(codes=weight.codes.flatten(0, -2), scale=weight.scale.flatten(0, -2))
+    return Nvfp4Weight(
+        codes=weight.codes.flatten(0, -2),
+        block_scale=weight.block_scale.flatten(0, -2),
+        global_scale=weight.global_scale.flatten(0, -2),
+        input_scale=weight.input_scale,
+    )
+
+
+def _rows(weight: LinearWeight, rows: slice) -> LinearWeight:
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(w_NK=weight.w_NK[rows])
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(codes=weight.codes[rows], scale=weight.scale[rows])
+    return Nvfp4Weight(
+        codes=weight.codes[rows],
+        block_scale=weight.block_scale[rows],
+        global_scale=weight.global_scale[rows],
+        input_scale=weight.input_scale,
+    )
+
+
+def _row_sums(base: LinearWeight, other: LinearWeight) -> torch.Tensor | None:
+    """FP64 [R, 5]: squared error, squared source, largest error, saturated, underflowed.
+
+    None for weights that were stored unquantized on both sides and are equal.
+    """
+    if (
+        isinstance(base, DenseWeight)
+        and isinstance(other, DenseWeight)
+        and torch.equal(base.w_NK, other.w_NK)
+    ):
+        return None
+    rows, width = _shape(base)
+    step = max(1, CHUNK_ELEMENTS // width)
+    found = []
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
+        part = _rows(other, some)
+        base_RK, other_RK = decode(_rows(base, some), torch.float32), decode(part, torch.float32)
+        size_RK, error_RK = base_RK.abs(), other_RK - base_RK
+        columns = (
+            _power(error_RK),
+            _power(base_RK),
+            error_RK.abs_().amax(1),
+            _beyond(size_RK, part),
+            ((other_RK == 0) & (size_RK > 0)).sum(1),
+        )
+        found.append(torch.stack([column.double() for column in columns], dim=1))
+    return torch.cat(found)
+
+
+def _shape(weight: LinearWeight) -> tuple[int, int]:
+    """(rows, inputs) of a flat weight."""
+    if isinstance(weight, Nvfp4Weight):
+        return weight.codes.shape[0], 2 * weight.codes.shape[1]
+    stored = weight.w_NK if isinstance(weight, DenseWeight) else weight.codes
+    return stored.shape[0], stored.shape[1]
+
+
+def _power(x_RK: torch.Tensor) -> torch.Tensor:
+    norm_R: torch.Tensor = torch.linalg.vector_norm(x_RK, dim=1)
+    return norm_R.double().square()
+
+
+def _beyond(size_RK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """How many magnitudes of each row are beyond what their scale can express."""
+    if isinstance(weight, DenseWeight):
+        return torch.zeros(size_RK.shape[0], dtype=torch.int64, device=size_RK.device)
+    if isinstance(weight, Fp8Weight):
+        return (size_RK > weight.scale * (E4M3_MAX * ROUNDING)).sum(1)
+    limit_RB = weight.block_scale.float() * weight.global_scale * (E2M1_MAX * ROUNDING)
+    size_RB16 = size_RK.view(*limit_RB.shape, NVFP4_BLOCK)
+    return (size_RB16 > limit_RB[:, :, None]).sum((1, 2))
+
+
+def _error(linear: _Linear, sums_NF: torch.Tensor, layer: int) -> WeightError:
+    error, source, _, saturated, underflowed = sums_NF.sum(0).tolist()
+    square = error / source if source else (math.inf if error else 0.0)
+    rows, width = _shape(linear.base)
+    elements = rows * width
+    return WeightError(
+        module=linear.module,
+        layer=layer,
+        format=_FORMATS[type(linear.other)],
+        elements=elements,
+        relative_rms=math.sqrt(square),
+        sqnr_db=sqnr_db(square),
+        max_abs_error=float(sums_NF[:, 2].max()),
+        saturated_share=saturated / elements,
+        underflowed_share=underflowed / elements,
+    )

@@ -1,0 +1,145 @@
+"""VERIFY, level forward: do the checkpoint and its source say the same about a text?
+
+In: both, opened; what the checkpoint quantizes; beamq.json. Out: findings under `forward.*`.
+
+The one idea: checks of bytes cannot know a file that is whole and wrong (experts in each other's
+place, scales transposed, a shard of another conversion). Two models that run side by side can:
+each layer's linears, hidden states and router choices are compared as they go, so a fault is
+named by the first layer where the streams part. Limits come from the recipe (`bounds`).
+
+The text is 2,048 tokens of the default evaluation text: enough for a mean KLD within some 5%,
+where the limits are 2.5 times what is expected. All weights of both models are read once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from numpy import int64
+from numpy.typing import NDArray
+
+from beamq.beam.config import BeamConfig
+from beamq.calib.data import load_calibration_data
+from beamq.calib.setup import choose_device
+from beamq.errors import BeamqError
+from beamq.eval.compare.findings import (
+    Breach,
+    Findings,
+    Limits,
+    breaches,
+    limits_for,
+    parting_layer,
+)
+from beamq.eval.compare.footprint import stored_units
+from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
+from beamq.eval.verify.checks import CHECKS, Ledger
+from beamq.io.checkpoint import Checkpoint
+from beamq.model.gemm.select import gemm_backend
+from beamq.ranks import Ranks, current_ranks
+
+SAMPLES, SEQUENCE_LENGTH = 8, 256
+_CHECK_OF = {
+    "finite": "forward.runs",
+    "mean_kld": "forward.kld",
+    "same_top": "forward.top",
+    "router_overlap": "forward.router",
+    "weight_error": "forward.weights",
+    "unquantized": "forward.unquantized",
+}
+
+
+def check_forward(
+    opened: Checkpoint,
+    source: Checkpoint,
+    manifest: Mapping[str, Any] | None,
+    ledger: Ledger,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Run both models and file what is out of bounds, under torchrun the same at every rank.
+
+    Experts are split over ranks, which must all call this; the process group is left up. Raises
+    `CalibrationError` where the source has no tokenizer, so that there is no text, and
+    `EnvironmentFault` where another rank is lost, which says nothing of the checkpoint.
+    """
+    ranks = current_ranks()
+    with ranks.agreeing():
+        ids_BT, options = _prepared(source, ranks)
+    try:
+        (findings,) = run_side_by_side(
+            source, [opened], ids_BT, options, ranks=ranks, progress=progress
+        )
+    except BeamqError as fault:
+        if ranks.broken:
+            raise
+        ledger.fault("forward.runs", opened.label, str(fault))
+        for name in _names():
+            ledger.skip(name, "the model does not run; see forward.runs")
+        return
+    limits = limits_for(manifest, *stored_units(opened))
+    _file(findings, limits, ledger)
+
+
+def _prepared(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOptions]:
+    """The text's token ids, and how to run on what is here."""
+    config = BeamConfig.from_dict(source.config)
+    length = min(SEQUENCE_LENGTH, config.max_position_embeddings)
+    data = load_calibration_data(
+        (), source.root, samples=SAMPLES, sequence_length=length, seed=0, split="evaluation"
+    )
+    device = choose_device("auto", ranks)
+    options = StreamOptions(
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
+        device=device,
+        gemm=gemm_backend("reference"),
+    )
+    return data.input_ids, options
+
+
+def _names() -> list[str]:
+    return [name for name, (level, _) in CHECKS.items() if level == "forward"]
+
+
+def _file(findings: Findings, limits: Limits, ledger: Ledger) -> None:
+    for name, said in _passes(findings, limits).items():
+        ledger.found(name, said)
+    if limits.recipe is None:
+        reason = "nothing is quantized, so no recipe's bounds apply"
+        for name in ("forward.kld", "forward.top", "forward.router", "forward.weights"):
+            ledger.skip(name, reason)
+    broken = breaches(findings, limits.bounds)
+    first = parting_layer(findings, broken)
+    for breach in broken:
+        ledger.fault(_CHECK_OF[breach.measure], _where(breach, first), breach.text)
+
+
+def _where(breach: Breach, first: int | None) -> str:
+    layer = breach.layer if first is None else first
+    return "the model" if layer is None else f"layer {layer}"
+
+
+def _passes(findings: Findings, limits: Limits) -> dict[str, str]:
+    """What each check says where nothing is out of bounds."""
+    seen, bounds = findings.divergence, limits.bounds
+    overlaps = [each.router.overlap.value for each in findings.layers if each.router]
+    worst = max((weight.relative_rms for weight in findings.weights), default=0.0)
+    router = f"{min(overlaps):.1%} at the worst" if overlaps else "no routers"
+    return {
+        "forward.runs": f"finite logits for {seen.tokens:,} tokens",
+        "forward.kld": f"{seen.mean_kld.value:.4f} nats{_of_it(findings)}; at most"
+        f" {_shown(bounds.mean_kld)}",
+        "forward.top": f"{seen.same_top.value:.1%}; at least {_shown(bounds.same_top)}",
+        "forward.router": f"{router}; at least {_shown(bounds.router_overlap)}",
+        "forward.weights": f"{worst:.4f} at the worst; at most {_shown(bounds.weight_error)}",
+        "forward.unquantized": "all as in the source",
+    }
+
+
+def _of_it(findings: Findings) -> str:
+    floor = findings.activations_kld
+    return "" if floor is None else f", {floor.value:.4f} by activations alone"
+
+
+def _shown(limit: float | None) -> str:
+    return "anything" if limit is None else f"{limit:g}"

@@ -1,0 +1,347 @@
+"""INSPECT: what is this checkpoint? Format, sizes, what is quantized, who made it, what is odd.
+
+In: a folder with a config.json and safetensors files, Beam or not, whole or not. Out: an
+`Inspection`. Headers and small JSON files only; the tensors tell the format, the config only what
+it claims. Whether a checkpoint is *right* is `verify`'s question; here nothing passes or fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
+from beamq.errors import ConfigError, counted
+from beamq.eval.verify.checks import Ledger, few
+from beamq.eval.verify.folder import HF_QUANT_NAME, optional_json, read_shards
+from beamq.eval.verify.structure import CODE_DTYPES
+from beamq.io.checkpoint import open_files
+from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
+from beamq.io.hub import hub_source
+from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.safetensors_header import TensorSpec
+from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
+from beamq.plan.sources import missing_tensors
+
+# What is odd about a checkpoint: one sentence for each thing worth knowing, none if all is usual.
+#
+# In: headers, small JSON files and the format that the tensors have. Out: notes for `inspect`.
+
+# Tensors that describe a weight beside them and are no parameters themselves.
+SCALES = (
+    "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale",
+    "input_global_scale", "weight_zero_point", "weight_shape", "k_scale", "v_scale",
+)  # fmt: skip
+
+
+def role_of(name: str) -> TensorRole:
+    """The role of any stored tensor; a scale has that of the weight it belongs to."""
+    module, _, suffix = name.rpartition(".")
+    if suffix in (*SCALES, "weight_packed"):
+        return classify(f"{module}.weight")
+    return classify(name)
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor describes the weight beside it and holds no parameters."""
+    return name.rpartition(".")[2] in SCALES
+
+
+def file_notes(
+    names: Sequence[str],
+    ledger: Ledger,
+    index: Mapping[str, Any] | None,
+    tensors: Mapping[str, TensorSpec],
+) -> Iterable[str]:
+    """What the files themselves, of these names, have that they should not, or lack."""
+    for check in ledger.results("structure", with_source=False):
+        if check.status == "fail":
+            yield check.detail
+    entries = (index or {}).get("weight_map")
+    if isinstance(entries, dict):
+        stray = set(entries).symmetric_difference(tensors)
+        if stray:
+            some = counted(len(stray), "tensor")
+            yield f"index and shards disagree about {some}: {few(sorted(stray))}"
+        named = set(map(str, entries.values()))
+        beside = [n for n in names if n.endswith(".safetensors") and n not in named]
+        if beside:
+            yield f"shards that the index does not name: {few(beside)}"
+    pickles = [name for name in names if name.endswith(".bin")]
+    if pickles:
+        yield f"pickle files, which beamq never opens: {few(pickles)}"
+
+
+def claim_notes(
+    form: str, declared: str | None, manifest: Mapping[str, Any] | None
+) -> Iterable[str]:
+    """Where config or manifest and the tensors contradict each other."""
+    quantized = form in ("nvfp4", "fp8", "mixed", "other")
+    if declared and not quantized:
+        yield f"config claims {declared}, but no tensor is quantized"
+    if quantized and not declared:
+        yield f"tensors are {form}, but no config says so: loaders will misread them"
+    words = {"nvfp4": "NVFP4", "fp8": "float-quantized"}
+    if declared and form in words and words[form].lower() not in declared.lower():
+        yield f"tensors are {form}, config claims {declared}"
+    if quantized and manifest is None:
+        yield f"no {MANIFEST_NAME}: not made by beamq, or unfinished"
+
+
+def tensor_notes(
+    tensors: Mapping[str, TensorSpec], config: BeamConfig | None, form: str
+) -> Iterable[str]:
+    """Tensors that are unusual for a Beam, missing, or of an unusual dtype."""
+    roles = {name: role_of(name) for name in tensors}
+    routers = [
+        name
+        for name, role in roles.items()
+        if role.role in PRECISE_FP32 and tensors[name].dtype != "F32"
+    ]
+    if routers:
+        dtypes = ", ".join(sorted({tensors[name].dtype for name in routers}))
+        some = counted(len(routers), "router tensor is", "router tensors are")
+        yield f"{some} {dtypes}, not F32: {few(routers)}"
+    heads = [
+        name
+        for name, role in roles.items()
+        if role.role in (Role.HEAD, Role.EMBEDDING)
+        and (tensors[name].dtype in CODE_DTYPES or is_scale(name))
+    ]
+    if heads:
+        yield f"head or embeddings are quantized: {few(heads)}"
+    if any(role.packed for role in roles.values()):
+        yield "experts are packed in 3-D tensors"
+    caches = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
+    if caches:
+        some = counted(len(caches), "KV-cache scale")
+        yield f"{some}, which SGLang's Beam refuses: {few(caches)}"
+    extra = [n for n, role in roles.items() if role.role is Role.EXTRA and n not in caches]
+    if extra:
+        some = counted(len(extra), "tensor that is", "tensors that are")
+        yield f"{some} not Beam's: {few(extra)}"
+    half = _half_quantized(tensors, roles)
+    if half:
+        yield f"layers whose experts are quantized in part: {few(half)}"
+    if config is not None:
+        modules = {role.module for role in roles.values()}
+        packed = {(role.layer, role.packed) for role in roles.values() if role.packed}
+        gone = [
+            role.name
+            for role, _ in expected_tensors(config)
+            if role.module not in modules and not (role.role is Role.EXPERT and _in(packed, role))
+        ]
+        if gone:
+            yield f"{missing_tensors(len(gone))}: {few(gone)}"
+
+
+def _in(packed: set[tuple[int | None, str]], role: TensorRole) -> bool:
+    return (role.layer, "down_proj" if role.proj == "down_proj" else "gate_up_proj") in packed
+
+
+def _half_quantized(
+    tensors: Mapping[str, TensorSpec], roles: Mapping[str, TensorRole]
+) -> list[str]:
+    kinds: dict[int, set[bool]] = {}
+    for name, role in roles.items():
+        if role.role is Role.EXPERT and role.layer is not None and not is_scale(name):
+            kinds.setdefault(role.layer, set()).add(tensors[name].dtype in CODE_DTYPES)
+    return [f"model.layers.{layer}" for layer, seen in sorted(kinds.items()) if len(seen) > 1]
+
+
+FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleShare:
+    """All tensors of one role. `parameters` counts weights as they are when decoded."""
+
+    role: str
+    tensors: int
+    parameters: int
+    quantized_parameters: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A checkpoint at a glance. `format` is what the tensors are, `declared` what config claims."""
+
+    checkpoint: str
+    format: str
+    declared: str | None
+    model_type: str | None
+    layers: int | None
+    experts: int | None
+    files: int
+    tensors: int
+    tensor_bytes: int
+    parameters: int
+    quantized_parameters: int
+    roles: tuple[RoleShare, ...]
+    recipe: str | None
+    made_by: str | None
+    input_scales: str | None
+    versions: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def share_quantized(self) -> float:
+        """Quantized parameters over all parameters."""
+        return self.quantized_parameters / self.parameters if self.parameters else 0.0
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits, scales included, over all parameters."""
+        return 8 * self.tensor_bytes / self.parameters if self.parameters else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `--json`."""
+        derived = {
+            "share_quantized": self.share_quantized,
+            "bits_per_weight": self.bits_per_weight,
+        }
+        return {**asdict(self), **derived}
+
+
+def inspect_checkpoint(checkpoint: str | Path) -> Inspection:
+    """Look at a folder, or at a repository on the Hub, of which only headers are read.
+
+    Raises `CheckpointError` (no folder, a conversion that has not ended), `ConfigError` (no
+    config.json), `HubError`.
+    """
+    if hub_source(checkpoint) is None:
+        refuse_unfinished(user_path(checkpoint))
+    with closing(open_files(checkpoint)) as files:
+        return _inspect(str(checkpoint), files)
+
+
+def _inspect(name: str, files: SourceFiles) -> Inspection:
+    raw = read_json_object(files.path("config.json"), ConfigError, MAX_CONFIG_BYTES)
+    ledger = Ledger()
+
+    def optional(file: str, check: str, limit: int) -> dict[str, Any] | None:
+        return optional_json(files.path(file), check, ledger, limit) if files.has(file) else None
+
+    index = optional(INDEX_NAME, "files.index", MAX_INDEX_BYTES)
+    hf = optional(HF_QUANT_NAME, "config.agreement", MAX_CONFIG_BYTES)
+    manifest = optional(MANIFEST_NAME, "manifest.present", MAX_INDEX_BYTES)
+    shards, _ = read_shards(files, index, ledger)
+    tensors = {spec.name: spec for specs in shards.values() for spec in specs}
+    notes: list[str] = []
+    try:
+        config: BeamConfig | None = BeamConfig.from_dict(raw)
+    except ConfigError as fault:
+        config = None
+        notes.append(f"not a Beam that engines could load: {fault}")
+    census = _take_census(tensors)
+    form = _format(census, tensors)
+    declared = _declared(raw, hf)
+    notes += file_notes(files.names(), ledger, index, tensors)
+    notes += claim_notes(form, declared, manifest)
+    notes += tensor_notes(tensors, config, form)
+    made = manifest or {}
+    versions = made.get("versions")
+    return Inspection(
+        checkpoint=name,
+        format=form,
+        declared=declared,
+        model_type=_text(raw.get("model_type")),
+        layers=config.num_layers if config else None,
+        experts=config.num_experts if config and config.sparse_layers else None,
+        files=len(shards),
+        tensors=len(tensors),
+        tensor_bytes=sum(spec.nbytes for spec in tensors.values()),
+        parameters=sum(share.parameters for share in census.values()),
+        quantized_parameters=sum(share.quantized for share in census.values()),
+        roles=tuple(census[role].result(role) for role in Role if role in census),
+        recipe=_text(_dig(made, "recipe", "name")),
+        made_by=f"beamq {made['beamq']}" if _text(made.get("beamq")) else _producer(raw, hf),
+        input_scales=_text(_dig(made, "input_scales", "description")),
+        versions={k: str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
+        notes=tuple(notes),
+    )
+
+
+@dataclass(slots=True)
+class _Share:
+    tensors: int = 0
+    parameters: int = 0
+    quantized: int = 0
+    nbytes: int = 0
+    dtypes: Counter[str] = field(default_factory=Counter)
+
+    def result(self, role: Role) -> RoleShare:
+        return RoleShare(
+            role=role.value,
+            tensors=self.tensors,
+            parameters=self.parameters,
+            quantized_parameters=self.quantized,
+            nbytes=self.nbytes,
+            dtypes=tuple(dtype for dtype, _ in self.dtypes.most_common()),
+        )
+
+
+def _take_census(tensors: Mapping[str, TensorSpec]) -> dict[Role, _Share]:
+    census: dict[Role, _Share] = {}
+    for spec in tensors.values():
+        share = census.setdefault(role_of(spec.name).role, _Share())
+        share.tensors += 1
+        share.nbytes += spec.nbytes
+        if is_scale(spec.name):
+            continue
+        # Two 4-bit codes share a byte; any other code dtype stands for one parameter each.
+        parameters = spec.numel * (2 if spec.dtype == "U8" else 1)
+        share.parameters += parameters
+        share.quantized += parameters if spec.dtype in CODE_DTYPES else 0
+        share.dtypes[spec.dtype] += parameters
+    return census
+
+
+def _format(census: Mapping[Role, _Share], tensors: Mapping[str, TensorSpec]) -> str:
+    """Name of what is stored, by its codes if there are any, else by its most common float."""
+    dtypes: Counter[str] = Counter()
+    for share in census.values():
+        dtypes.update(share.dtypes)
+    codes = {dtype for dtype in dtypes if dtype in CODE_DTYPES}
+    if not codes:
+        common = next((dtype for dtype, _ in dtypes.most_common()), "")
+        return FLOATS.get(common, "other")
+    if codes == {"U8"} and any(name.endswith(".weight_scale_2") for name in tensors):
+        return "nvfp4"
+    if codes == {"F8_E4M3"}:
+        return "fp8"
+    return "mixed" if codes == {"U8", "F8_E4M3"} else "other"
+
+
+def _declared(raw: Mapping[str, Any], hf: Mapping[str, Any] | None) -> str | None:
+    """What the configs claim, in their own words."""
+    block = raw.get("quantization_config")
+    if isinstance(block, dict):
+        what = block.get("quant_algo") or block.get("format") or ""
+        return f"{block.get('quant_method')} {what}".strip()[:80]
+    algo = _dig(hf or {}, "quantization", "quant_algo")
+    return f"modelopt {algo} ({HF_QUANT_NAME} only)"[:80] if algo else None
+
+
+def _producer(raw: Mapping[str, Any], hf: Mapping[str, Any] | None) -> str | None:
+    producer = _dig(raw, "quantization_config", "producer") or _dig(hf or {}, "producer")
+    if not isinstance(producer, dict):
+        return None
+    return f"{producer.get('name')} {producer.get('version')}"[:80]
+
+
+def _dig(data: Any, *keys: str) -> Any:
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

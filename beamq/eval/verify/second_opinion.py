@@ -1,0 +1,156 @@
+"""A sample of the linears, decoded again by the libraries whose layouts were written.
+
+In: an opened checkpoint and its quantized linears. Out: findings under `values.second-opinion`.
+
+Everything else in `verify` rests on beamq's own idea of the format; if that were wrong (nibbles
+swapped, a scale inverted), writer and checker would agree with each other and with nobody else.
+So rows of a few linears go through NVIDIA Model-Optimizer's NVFP4 and compressed-tensors' FP8
+dequantizers, and must give the same values up to the last FP32 bits, where the order of two
+multiplications shows. Importing those libraries takes seconds; without them the check is skipped.
+"""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from beamq.eval.verify.checks import Ledger
+from beamq.eval.verify.config_files import NVFP4
+from beamq.eval.verify.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
+from beamq.formats.kernels import cpu
+from beamq.io.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    Decoder = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+CHECK = "values.second-opinion"
+ROWS = 64  # of each sampled linear
+TOLERANCE = 2.0**-21  # relative: two FP32 roundings on their side, one on ours
+
+
+def choose_sample(linears: Sequence[Linear], count: int) -> list[Linear]:
+    """A fixed choice: each kind of projection once as far as `count` goes, then evenly spread."""
+    kinds: dict[tuple[str, str], Linear] = {}
+    for linear in linears:
+        kinds.setdefault((linear.role.role, linear.role.proj), linear)
+    chosen = {linear.module: linear for linear in list(kinds.values())[:count]}
+    spread = count - len(chosen)
+    for i in range(spread):
+        linear = linears[(2 * i + 1) * len(linears) // (2 * spread)]
+        chosen[linear.module] = linear
+    return list(chosen.values())
+
+
+def ask_second_opinion(
+    checkpoint: Checkpoint, linears: Sequence[Linear], count: int, ledger: Ledger
+) -> None:
+    """Decode `ROWS` rows of up to `count` linears twice and compare."""
+    if count <= 0:
+        ledger.skip(CHECK, "a sample of 0 was asked for")
+        return
+    if not linears:
+        ledger.skip(CHECK, "no quantized linear is whole enough to decode")
+        return
+    fmt = linears[0].format  # a checkpoint of two formats fails elsewhere
+    linears = [linear for linear in linears if linear.format == fmt]
+    package = "nvidia-modelopt" if fmt == NVFP4 else "compressed-tensors"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # these libraries warn about hardware at import
+            decode = _modelopt_decoder() if fmt == NVFP4 else _compressed_tensors_decoder()
+    except ImportError as fault:
+        ledger.skip(CHECK, f"{package} cannot be imported ({fault})")
+        return
+    unit = f"linears, by {package} {metadata.version(package)}"
+    for linear in choose_sample(linears, count):
+        global_scale = _global_scale(checkpoint, linear)
+        if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
+            ledger.fault(CHECK, linear.module, f"cannot decode with weight_scale_2 {global_scale}")
+            continue
+        ledger.examined(CHECK, 1, unit)
+        difference = _compare(checkpoint, linear, global_scale, decode)
+        if difference:
+            ledger.fault(CHECK, linear.module, f"{package} {difference}")
+
+
+def _global_scale(checkpoint: Checkpoint, linear: Linear) -> float:
+    """As stored, whatever that is; 1 for FP8, which has none."""
+    spec = linear.parts.get("weight_scale_2")
+    if spec is None:
+        return 1.0
+    stored: float = struct.unpack("<f", checkpoint.read(spec.name))[0]
+    return stored
+
+
+def _compare(
+    checkpoint: Checkpoint, linear: Linear, global_scale: float, decode: Decoder
+) -> str | None:
+    import torch
+
+    n, k = linear.shape
+    rows = min(n, ROWS)
+    first = (n - rows) // 2
+    codes = _rows(checkpoint, linear, "weight", first, rows)
+    scales = _rows(checkpoint, linear, "weight_scale", first, rows)
+    ours_RK = torch.empty(rows, k, dtype=torch.float32)
+    out = ours_RK.numpy().data
+    if "weight_scale_2" in linear.parts:
+        cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "F32")
+        scales_t = torch.frombuffer(scales, dtype=torch.float8_e4m3fn).view(rows, k // 16)
+        codes_t = torch.frombuffer(codes, dtype=torch.uint8).view(rows, k // 2)
+    else:
+        cpu.fp8_dequantize_rows(codes, scales, k, out, "F32")
+        scales_t = torch.frombuffer(scales, dtype=torch.float32).view(rows, 1)
+        codes_t = torch.frombuffer(codes, dtype=torch.float8_e4m3fn).view(rows, k)
+    theirs_RK = decode(codes_t, scales_t, global_scale).float()
+    close_RK = (theirs_RK - ours_RK).abs() <= TOLERANCE * ours_RK.abs()
+    if bool(close_RK.all()):
+        return None
+    row, column = (int(i) for i in torch.nonzero(~close_RK)[0])
+    return (
+        f"decodes {theirs_RK[row, column].item():.6g} at [{first + row}, {column}], beamq"
+        f" {ours_RK[row, column].item():.6g}"
+    )
+
+
+def _rows(checkpoint: Checkpoint, linear: Linear, suffix: str, first: int, rows: int) -> bytearray:
+    spec = linear.parts[suffix]
+    line = spec.nbytes // linear.shape[0]
+    data = bytearray(rows * line)
+    checkpoint.read_into(spec, memoryview(data), first * line)
+    return data
+
+
+def _modelopt_decoder() -> Decoder:
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    def decode(codes: torch.Tensor, scales: torch.Tensor, global_scale: float) -> torch.Tensor:
+        shape = torch.Size((codes.shape[0], codes.shape[1] * 2))
+        values: torch.Tensor = NVFP4QTensor(shape, torch.float32, codes).dequantize(
+            dtype=torch.float32,
+            scale=scales,
+            double_scale=torch.tensor(global_scale, dtype=torch.float32),
+            block_sizes={-1: 16},
+        )
+        return values
+
+    return decode
+
+
+def _compressed_tensors_decoder() -> Decoder:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
+
+    def decode(codes: torch.Tensor, scales: torch.Tensor, _global_scale: float) -> torch.Tensor:
+        values: Any = dequantize(x_q=codes, scale=scales, args=args)
+        return values  # type: ignore[no-any-return]
+
+    return decode

@@ -1,0 +1,283 @@
+"""Small files that a stranger may have made: read whole, but never more than they may hold.
+
+In: a path and a limit in bytes. Out: the bytes, or the JSON object in them; or an error that names
+the file. A named pipe, a device or a folder in a file's place is refused rather than waited for,
+and the size is that of the file that was opened, so nobody can swap it in between.
+
+JSON grows when it is parsed: an empty list is two bytes in a file and sixty in memory. A file
+that is mostly brackets is therefore none of ours and is refused before it is parsed; what is
+parsed takes some twenty times its bytes at most.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from beamq.errors import BeamqError, CheckpointError, DiskError, UsageError, counted
+
+FREE_BRACKETS = 4096
+MACHINE_FAULTS = {
+    errno.EIO: "the device fails; check it",
+    errno.ENXIO: "the device is gone; check it",
+    errno.ESTALE: "the network file system lost the file; mount it again",
+    errno.ETIMEDOUT: "the network file system does not answer",
+    errno.EMFILE: "raise the limit (ulimit -n)",
+    errno.ENFILE: "the machine has too many files open",
+}
+MAX_CONFIG_BYTES = 16 << 20
+MAX_YAML_DEPTH = 16
+MAX_YAML = 1 << 16  # the parser manages some hundred kilobytes a second
+BYTES_PER_BRACKET = 8  # a tensor's entry in a header has 3 brackets in at least 50 bytes
+
+
+def user_path(text: str | Path) -> Path:
+    """A path as a user gave it, with `~` resolved. Raises `UsageError` where it cannot be one."""
+    if not str(text):
+        raise UsageError("an empty path; expected a folder or a file")
+    try:
+        path = Path(text).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()
+    except (OSError, ValueError, RuntimeError) as fault:
+        words = (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
+        raise UsageError(f"{text}: not a path that can be used: {words}") from None
+    return path
+
+
+def open_file(path: Path) -> tuple[int, os.stat_result]:
+    """A descriptor for reading a regular file, and its status. Raises `OSError`."""
+    # Without O_NONBLOCK, opening a named pipe waits for a writer, perhaps for ever.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        return descriptor, status
+    os.close(descriptor)
+    kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+    raise OSError(0, f"{kind}, not a file", str(path))
+
+
+def read_small(path: Path, error: type[BeamqError], limit: int) -> bytes:
+    """All bytes of a file. Raises `error` if it is absent, unreadable, no file, or too large."""
+    try:
+        descriptor, status = open_file(path)
+        with open(descriptor, "rb") as stream:
+            if status.st_size > limit:
+                raise error(
+                    f"{path}: {status.st_size} bytes, expected at most {limit}; not a file of this"
+                    " kind"
+                )
+            return stream.read(status.st_size)  # never a buffer larger than the file
+    except FileNotFoundError:
+        raise error(f"{path}: not found; is this the right folder?") from None
+    except (OSError, ValueError) as fault:
+        raise unreadable(path, fault, error) from fault
+
+
+def unreadable(
+    path: Path | str, fault: Exception, error: type[BeamqError], doing: str = "cannot be read"
+) -> BeamqError:
+    """What to raise for a failed read: `error`, or `DiskError` where the machine is at fault."""
+    words = (fault.strerror if isinstance(fault, OSError) else None) or str(fault)
+    number = fault.errno if isinstance(fault, OSError) else None
+    if number in MACHINE_FAULTS:
+        return DiskError(f"{path}: {doing}: {words}; {MACHINE_FAULTS[number]}")
+    return error(f"{path}: {doing}: {words}")
+
+
+def read_json_object(
+    path: Path, error: type[BeamqError], limit: int = MAX_CONFIG_BYTES
+) -> dict[str, Any]:
+    """The one object in a JSON file. Raises `error` with the file's name."""
+    raw = read_small(path, error, limit)
+    try:
+        parsed = parse_json(raw)
+    except ValueError as fault:
+        raise error(f"{path}: not valid JSON: {str(fault)[:120]}") from None
+    if not isinstance(parsed, dict):
+        raise error(f"{path}: holds a {type(parsed).__name__}, expected a JSON object")
+    return parsed
+
+
+def parse_json(raw: bytes, *, unique: bool = False) -> Any:
+    """`json.loads` with bounded growth. Raises `ValueError` for anything that is amiss.
+
+    With `unique`, an object that has a key twice is refused; otherwise the last one counts, as
+    it does for every loader.
+    """
+    brackets = raw.count(b"[") + raw.count(b"{")
+    if brackets > FREE_BRACKETS + len(raw) // BYTES_PER_BRACKET:
+        raise ValueError(f"{brackets} brackets in {len(raw)} bytes")
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        shown = ", ".join(name[:60] for name in twice[:3])
+        raise ValueError(f"{counted(len(twice), 'name is', 'names are')} there twice: {shown}")
+    return found
+
+
+def parse_yaml(text: str) -> Any:
+    """A few lines of YAML as plain data. Raises `ValueError` for anything that is amiss.
+
+    Aliases are refused: with them a kilobyte can stand for gigabytes, and nobody needs them here.
+    """
+    import yaml  # only where there is some to parse
+
+    if len(text) > MAX_YAML:
+        raise ValueError(f"{len(text)} characters of YAML, expected at most {MAX_YAML}")
+    try:
+        depth = 0
+        for event in yaml.parse(text):  # lazily, so that nothing deep is ever gone into
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("aliases (*name) are not allowed")
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH:
+                raise ValueError("nested too deeply")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, OverflowError) as fault:
+        raise ValueError(" ".join(str(fault).split())[:160]) from None
+
+
+# Positional reads from a bounded set of open files, shared by threads.
+#
+# A file must stay the one it was when it was first seen: `expect` notes its size and times of
+# change, every later opening compares them, and `changed` compares them once more at the end of a
+# run. Offsets from one file's header must never be read out of another. (Inode numbers would say it
+# as well, but mounted buckets give a file a new one now and then.)
+
+MAX_OPEN_FILES = 32  # two checkpoints beside each other stay far below a limit of 128
+
+
+class OpenFiles:
+    """A bounded set of read-only descriptors, opened on first use, closed oldest first.
+
+    A descriptor in use is never closed under its reader: reads hold a count on it. Files lie in
+    `root`, or where `locate` says.
+    """
+
+    def __init__(self, root: Path, locate: Callable[[str], Path] | None = None) -> None:
+        self._locate = locate or root.joinpath
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._users: dict[str, int] = {}
+        self._seen: dict[str, tuple[int, int, int]] = {}
+
+    def expect(self, file: str) -> None:
+        """Remember what a file is now; that of one that is not there is for others to say."""
+        with suppress(OSError, ValueError):
+            self._seen[file] = _identity(os.stat(self._locate(file)))
+
+    def size_and_time(self, file: str) -> tuple[int, int]:
+        """Bytes and time of change (ns) of a file, as `expect` saw it."""
+        return self._seen[file][:2]
+
+    def changed(self) -> str | None:
+        """A file that is not what it was when `expect` was called, or None."""
+        return next((file for file in self._seen if not self._is_same(file)), None)
+
+    def _is_same(self, file: str) -> bool:
+        try:
+            return _identity(os.stat(self._locate(file))) == self._seen[file]
+        except OSError:  # gone, or no longer to be looked at: not what it was
+            return False
+
+    def _acquire(self, file: str) -> int:
+        with self._lock:
+            descriptor = self._open.get(file)
+            new = descriptor is None
+            if descriptor is None:
+                descriptor = self._open[file] = self._opened(file)
+            self._open.move_to_end(file)
+            self._users[file] = self._users.get(file, 0) + 1
+            if new:  # and in use by now, or it might be the one that has to go
+                self._evict()
+            return descriptor
+
+    def _opened(self, file: str) -> int:
+        path = self._locate(file)
+        try:
+            descriptor, status = open_file(path)
+        except (OSError, ValueError) as fault:
+            raise unreadable(path, fault, CheckpointError, "cannot be opened") from fault
+        seen = self._seen.get(file)
+        if seen is not None and _identity(status) != seen:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{path}: changed after its header was read; leave the source alone, start again"
+            )
+        return descriptor
+
+    def _release(self, file: str) -> None:
+        with self._lock:
+            self._users[file] -= 1
+
+    def _evict(self) -> None:
+        for file in list(self._open):
+            if len(self._open) <= MAX_OPEN_FILES:
+                return
+            if not self._users.get(file):
+                os.close(self._open.pop(file))
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        descriptor = self._acquire(file)
+        try:
+            done, view = 0, out.cast("B") if out.format != "B" or out.ndim != 1 else out
+            while done < view.nbytes:
+                got = os.preadv(descriptor, [view[done:]], offset + done)
+                if got == 0:
+                    raise CheckpointError(
+                        f"{self._locate(file)}: ended while reading {name}; the file changed"
+                        " after its header was read"
+                    )
+                done += got
+        except OSError as fault:
+            raise unreadable(
+                self._locate(file), fault, CheckpointError, f"reading {name[:120]} failed"
+            ) from fault
+        finally:
+            self._release(file)
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        if not hasattr(os, "posix_fadvise"):  # macOS
+            return
+        descriptor = self._acquire(file)
+        try:
+            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            return
+        finally:
+            self._release(file)
+
+    def forget(self, file: str) -> None:
+        """Close a file that is about to be deleted and that nobody reads."""
+        with self._lock:
+            descriptor = self._open.pop(file, None)
+            self._seen.pop(file, None)
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return (status.st_size, status.st_mtime_ns, status.st_ctime_ns)

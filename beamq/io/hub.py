@@ -1,0 +1,445 @@
+"""A model repository on the Hugging Face Hub, pinned to one commit, and its files fetched.
+
+In: `org/name` or `org/name@revision` (a branch, tag or commit). Out: a `HubRepo`: the commit, the
+size of every file, and three ways to get at them: a byte range, a small file through the shared
+Hub cache, a shard into a folder of the caller's.
+
+Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean
+what they mean elsewhere. A branch is looked up once; all later requests name the commit, so a
+branch that moves during a run changes nothing. With HF_HUB_OFFLINE, a snapshot in the Hub cache
+serves instead. A file that the cache has is never fetched again and never deleted.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from beamq.errors import (
+    BeamqError,
+    CheckpointError,
+    DiskError,
+    HubError,
+    HubUnreachableError,
+    Interrupted,
+    UsageError,
+)
+from beamq.io.files import user_path
+from beamq.version import __version__
+
+# Calls to the Hub: tried again where that helps, explained where it does not.
+#
+# In: a call into huggingface_hub. Out: its result, or an error of ours that says what to do.
+#
+# The library retries some requests (range reads, uploads of parts) and not others (looking a
+# repository up, the first byte of a download, a commit). Here every call gets the same treatment:
+# what is transient (429, 5xx, a cut or refused connection) is tried again with growing waits, and
+# a server's Retry-After is kept. All else is at once an `InputError` (no such repository, gated)
+# or an `EnvironmentFault` (offline, no token, no network, no space).
+
+T = TypeVar("T")
+ATTEMPTS = 6
+FIRST_WAIT = 0.5  # seconds, doubled each time
+LONGEST_WAIT = 300.0
+TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+
+
+def hub_call(
+    where: str,
+    doing: str,
+    call: Callable[[], T],
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    attempts: int = ATTEMPTS,
+) -> T:
+    """Make `call`, again if it fails for a reason that may pass.
+
+    `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits,
+    after `attempts` it is given up.
+    Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
+    """
+    wait = FIRST_WAIT
+    for attempt in range(1, attempts + 1):
+        try:
+            return call()
+        except BeamqError:
+            raise
+        except Exception as fault:
+            if attempt == attempts or stopped() or not _transient(fault):
+                ours = _explained(fault, where, doing, attempt)
+                if ours is None:
+                    raise
+                raise ours from fault
+            pause = min(max(wait, _retry_after(fault)), LONGEST_WAIT)
+        _sleep(pause, stopped)
+        wait *= 2
+    raise AssertionError("unreachable")
+
+
+def endpoint() -> str:
+    """Address of the Hub in use (HF_ENDPOINT, or the public one)."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
+
+
+def has_token() -> bool:
+    """Whether HF_TOKEN or a stored login gives a token."""
+    from huggingface_hub import get_token
+
+    return bool(get_token())
+
+
+def _sleep(seconds: float, stopped: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not stopped() and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.2))
+
+
+def _chain(fault: BaseException) -> Iterator[BaseException]:
+    """The error and what caused it; the library wraps transfers' errors in plain ones."""
+    link: BaseException | None = fault
+    for _ in range(8):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__
+
+
+def _status(fault: BaseException) -> int | None:
+    status = getattr(getattr(fault, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _transient(fault: BaseException) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+    for link in _chain(fault):
+        if isinstance(link, OfflineModeIsEnabled):
+            return False
+        status = _status(link)
+        if status is not None:
+            return status in TRANSIENT
+        if isinstance(link, HTTPError) and not isinstance(link, HfHubHTTPError):
+            return True  # no answer: refused, cut, timed out
+        if type(link).__name__ == "XetDownloadError" or _is_short_download(link):
+            return True
+    return False
+
+
+def _is_short_download(fault: BaseException) -> bool:
+    """The library's own OSError for a file of the wrong size has no errno."""
+    return type(fault) is OSError and fault.errno is None
+
+
+def _retry_after(fault: BaseException) -> float:
+    for link in _chain(fault):
+        headers = getattr(getattr(link, "response", None), "headers", None)
+        if headers is not None:
+            value = str(headers.get("Retry-After") or "")
+            return float(value) if value.isdecimal() else 0.0
+    return 0.0
+
+
+def _explained(fault: BaseException, where: str, doing: str, attempts: int) -> BeamqError | None:
+    for link in _chain(fault):
+        found = _explain_one(link, where, doing, attempts)
+        if found is not None:
+            return found
+    return None
+
+
+def _explain_one(fault: BaseException, where: str, doing: str, attempts: int) -> BeamqError | None:
+    from huggingface_hub import errors
+
+    if isinstance(fault, errors.OfflineModeIsEnabled):
+        return HubUnreachableError(
+            f"{where}: {doing} needs the Hub, but HF_HUB_OFFLINE is set; unset it, or download the"
+            " repository first"
+        )
+    if isinstance(fault, errors.LocalTokenNotFoundError):
+        return no_token(where, doing)
+    if isinstance(fault, errors.HFValidationError):
+        return UsageError(f"{where}: not a repository's name: {str(fault)[:200]}")
+    status = _status(fault)
+    if status is not None:
+        return _explain_status(fault, status, where, doing, attempts)
+    if isinstance(fault, errors.HTTPError):
+        reason = str(fault)[:120] or type(fault).__name__
+        return HubUnreachableError(
+            f"{where}: {doing} failed: {endpoint()} cannot be reached ({reason}); check the network"
+            " and HF_ENDPOINT, then run again"
+        )
+    if isinstance(fault, errors.FileMetadataError):
+        return HubUnreachableError(
+            f"{where}: {doing} failed: {endpoint()} does not answer as a Hub does; check"
+            " HF_ENDPOINT and proxies"
+        )
+    if isinstance(fault, OSError) and fault.errno is not None:
+        return DiskError(f"{where}: {doing} failed: {fault.strerror}; free space, then run again")
+    if _is_short_download(fault) or isinstance(fault, errors.XetDownloadError):
+        return HubUnreachableError(f"{where}: {doing} failed: {str(fault)[:160]}; run again")
+    if type(fault) is ValueError:  # the library's word for what a server refused
+        return HubError(f"{where}: {doing} was refused: {' '.join(str(fault).split())[:300]}")
+    return None
+
+
+def _explain_status(
+    fault: BaseException, status: int, where: str, doing: str, attempts: int
+) -> BeamqError:
+    from huggingface_hub import errors
+
+    token = "its token may not see it" if has_token() else "no token is set (HF_TOKEN)"
+    if isinstance(fault, errors.GatedRepoError):
+        return HubError(
+            f"{where}: gated; ask for access at {endpoint()}/{where.partition('@')[0]} and set"
+            f" HF_TOKEN of an account that has it{'' if has_token() else ' (none is set)'}"
+        )
+    if isinstance(fault, errors.RevisionNotFoundError):
+        return HubError(f"{where}: no such branch, tag or commit; check the part after @")
+    if isinstance(fault, errors.RepositoryNotFoundError):
+        return HubError(
+            f"{where}: no such folder here and no such repository on {endpoint()}, or it is private"
+            f" and {token}"
+        )
+    if isinstance(fault, errors.EntryNotFoundError):
+        return HubError(f"{where}: {doing} failed: the repository has no such file")
+    if status in TRANSIENT:
+        tries = f" ({attempts} attempts)" if attempts > 1 else ""
+        return HubUnreachableError(
+            f"{where}: {doing} failed: {endpoint()} answers {status}{tries}; run again later"
+        )
+    if status == 401:
+        return HubUnreachableError(
+            f"{where}: {doing} failed: the token is not valid; set HF_TOKEN or log in again"
+        )
+    said = getattr(fault, "server_message", None) or f"HTTP status {status}"
+    remedy = "; the token needs write access to it" if status == 403 else ""
+    return HubError(f"{where}: {doing} was refused: {' '.join(str(said).split())[:300]}{remedy}")
+
+
+def no_token(where: str, doing: str) -> HubUnreachableError:
+    """The error for a request that cannot be made without a token."""
+    return HubUnreachableError(
+        f"{where}: {doing} needs a token with write access; set HF_TOKEN or run `hf auth login`"
+    )
+
+
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([^\s@]{1,250}))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubId:
+    """A repository as it was asked for; `revision` None is its main branch."""
+
+    repo: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+
+def parse_hub_id(text: str) -> HubId | None:
+    """`org/name[@revision]`, or None if the text cannot be one."""
+    found = _HUB_ID.fullmatch(text)
+    return None if found is None else HubId(repo=found[1], revision=found[2])
+
+
+def hub_source(source: str | Path) -> HubId | None:
+    """The repository that a SOURCE names, or None if it is a path.
+
+    What exists on disk is a path, however it is spelled, and so is every `Path` object.
+    """
+    if isinstance(source, Path) or user_path(source).exists():
+        return None
+    return parse_hub_id(source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRepo:
+    """One commit of a repository. `files` maps every path in it to its bytes.
+
+    `snapshot` is the folder in the Hub cache that serves it offline, else None.
+    """
+
+    asked: HubId
+    commit: str
+    files: Mapping[str, int] = field(repr=False)
+    snapshot: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """For messages: `org/name@` and the start of the commit."""
+        return f"{self.asked.repo}@{self.commit[:12]}"
+
+    def cached(self, file: str) -> Path | None:
+        """Where the Hub cache has this file of this commit, if it has."""
+        from huggingface_hub import try_to_load_from_cache
+
+        if self.snapshot is not None:
+            return self.snapshot / file if file in self.files else None
+        found = try_to_load_from_cache(self.asked.repo, file, revision=self.commit)
+        if not isinstance(found, str) or Path(found).stat().st_size != self.files[file]:
+            return None
+        return Path(found)
+
+    def small_file(self, file: str) -> Path:
+        """A file through the Hub cache, where it stays. Raises `CheckpointError` if there is none.
+
+        Meant for configs and tokenizers, not for shards.
+        """
+        if file not in self.files:
+            raise CheckpointError(f"{self.name}: has no {file}; is this a checkpoint?")
+        return self.cached(file) or self._download(file, None, lambda: False)
+
+    def shard(self, file: str, folder: Path, stopped: Callable[[], bool]) -> Path:
+        """Fetch a file into `folder` and nowhere else.
+
+        Raises `Interrupted` if `stopped` turns true on the way.
+        """
+        found = self._download(file, folder, stopped)
+        size = found.stat().st_size
+        if size != self.files[file]:
+            found.unlink()
+            raise HubUnreachableError(
+                f"{self.name}: {file} arrived with {size} bytes, expected {self.files[file]};"
+                " run again"
+            )
+        return found
+
+    def read_range(self, file: str, start: int, nbytes: int) -> bytes:
+        """Bytes of a file by one range request."""
+        if nbytes == 0:
+            return b""
+        found = self.cached(file)
+        if found is not None:
+            with found.open("rb") as stream:
+                stream.seek(start)
+                return stream.read(nbytes)
+        return hub_call(
+            self.name, f"reading {file}", lambda: self._request_range(file, start, nbytes)
+        )
+
+    def _request_range(self, file: str, start: int, nbytes: int) -> bytes:
+        from huggingface_hub import constants, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        url = hf_hub_url(self.asked.repo, file, revision=self.commit, endpoint=constants.ENDPOINT)
+        headers = build_hf_headers(library_name="beamq", library_version=__version__)
+        headers["Range"] = f"bytes={start}-{start + nbytes - 1}"
+        headers["Accept-Encoding"] = "identity"
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
+            if response.status_code >= 400:
+                response.read()
+            hf_raise_for_status(response)
+            whole = start == 0 and nbytes == self.files[file]
+            if response.status_code != 206 and not whole:
+                raise HubError(
+                    f"{self.name}: the server ignores range requests ({file}); download the"
+                    " repository and give its folder"
+                )
+            data = bytearray()
+            for chunk in response.iter_bytes(CHUNK):
+                data += chunk
+                if len(data) > nbytes:
+                    break
+        if len(data) != nbytes:
+            raise OSError(f"{file}: asked for {nbytes} bytes, got {len(data)}")
+        return bytes(data)
+
+    def _download(self, file: str, folder: Path | None, stopped: Callable[[], bool]) -> Path:
+        from huggingface_hub import constants, hf_hub_download
+
+        def call() -> Path:
+            found = hf_hub_download(
+                self.asked.repo,
+                file,
+                revision=self.commit,
+                local_dir=folder,
+                library_name="beamq",
+                library_version=__version__,
+                endpoint=constants.ENDPOINT,
+                tqdm_class=_silent_bar(stopped),
+            )
+            return Path(found)
+
+        return hub_call(self.name, f"fetching {file}", call, stopped=stopped)
+
+
+def _silent_bar(stopped: Callable[[], bool]) -> Any:
+    """A progress bar that shows nothing; the library tells it of every chunk, so it can stop."""
+    from huggingface_hub.utils import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["disable"] = True
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped():
+                raise Interrupted("stopped")
+            shown: bool | None = super().update(n)
+            return shown
+
+    return Silent
+
+
+def open_repo(asked: HubId) -> HubRepo:
+    """Look a repository up and pin it. Raises `HubError` or `HubUnreachableError`."""
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode():
+        return _offline(asked)
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=constants.ENDPOINT, library_name="beamq", library_version=__version__)
+    info = hub_call(
+        str(asked),
+        "looking it up",
+        lambda: api.model_info(asked.repo, revision=asked.revision, timeout=30),
+    )
+    commit = str(info.sha)
+    if _COMMIT.fullmatch(commit) is None:
+        raise HubError(f"{asked}: {constants.ENDPOINT} names no commit; is it a Hub?")
+    entries = hub_call(
+        str(asked),
+        "listing its files",
+        lambda: list(api.list_repo_tree(asked.repo, recursive=True, revision=commit)),
+    )
+    files = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+    return HubRepo(asked=asked, commit=commit, files=_safe(asked, files))
+
+
+def _safe(asked: HubId, files: dict[str, int]) -> dict[str, int]:
+    for path in files:
+        if path.startswith("/") or "\\" in path or ".." in path.split("/"):
+            raise HubError(f"{asked}: lists {path[:80]!r}, which would leave the folder")
+    return dict(sorted(files.items()))
+
+
+def _offline(asked: HubId) -> HubRepo:
+    """The newest snapshot of a revision in the Hub cache, as it is."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(asked.repo, revision=asked.revision, local_files_only=True)
+    except LocalEntryNotFoundError:
+        raise HubUnreachableError(
+            f"{asked}: no such folder here, HF_HUB_OFFLINE is set and the Hub cache does not have"
+            " it; unset HF_HUB_OFFLINE or download it first"
+        ) from None
+    snapshot = Path(found)
+    files = {
+        path.relative_to(snapshot).as_posix(): path.stat().st_size
+        for path in sorted(snapshot.rglob("*"))
+        if path.is_file()
+    }
+    return HubRepo(asked=asked, commit=snapshot.name, files=files, snapshot=snapshot)

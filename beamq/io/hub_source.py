@@ -1,0 +1,238 @@
+"""A Hub repository as `SourceFiles`: headers by range requests, shards on disk only while needed.
+
+In: a pinned `HubRepo`. What a command costs follows from what it reads:
+
+    headers, a few bytes (`header`, `peek`)    range requests, several at once; nothing on disk
+    configs, tokenizer (`path`, `folder`)      the shared Hub cache, where they stay
+    a conversion (`supply`)                    shards ahead of the jobs, dropped behind them
+    anything else (`read`)                     shards on demand, the longest unused dropped first
+
+Shards that the Hub cache has already are read there, and count against no budget. Others lie in
+`cache_folder`, which a conversion puts into its output's state folder, so that it finds them again
+after it was killed, and which goes when it is done.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from beamq.errors import CheckpointError, HubError
+from beamq.io.files import OpenFiles
+from beamq.io.hub import HubRepo
+from beamq.io.safetensors_header import parse_header, read_header
+from beamq.io.shard_cache import DemandCache, ShardSupply
+from beamq.io.source import Header, travels
+
+FIRST_BYTES = 1 << 17  # holds the header of almost every shard
+PEEK_BYTES = 1 << 16
+MAX_SMALL_READS = 24  # of a shard; more of them are worth fetching it
+REQUESTS = 16  # at once
+
+
+class HubFiles:
+    """See the module. `cache_bytes` bounds the shards on disk."""
+
+    parallel = REQUESTS
+
+    def __init__(
+        self, repo: HubRepo, *, cache_bytes: int, cache_folder: Path | None = None
+    ) -> None:
+        self.name = repo.name
+        self.label = repo.asked.repo
+        self.repo = repo
+        self._cache_bytes = cache_bytes
+        self._cache_folder = cache_folder
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._headers: dict[str, Future[Header]] = {}
+        self._cached: dict[str, Path | None] = {}
+        self._small_reads: Counter[str] = Counter()
+        self._open = OpenFiles(Path(), self._locate)
+        self._supply: ShardSupply | None = None
+        self._demand: DemandCache | None = None
+
+    def folder(self) -> Path:
+        """The snapshot in the Hub cache, with every file that travels with the weights."""
+        wanted = [file for file in self.repo.files if travels(file)]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            list(pool.map(self.repo.small_file, wanted))
+        return self.repo.small_file("config.json").parent
+
+    def listing(self) -> Mapping[str, int]:
+        """The repository's files, hidden ones left out."""
+        return {
+            file: size
+            for file, size in self.repo.files.items()
+            if not any(part.startswith(".") for part in file.split("/"))
+        }
+
+    def names(self) -> Sequence[str]:
+        """Names without a folder in them."""
+        return [file for file in self.repo.files if "/" not in file]
+
+    def has(self, file: str) -> bool:
+        """Whether the commit has the file."""
+        return file in self.repo.files
+
+    def path(self, file: str) -> Path:
+        """Its place in the Hub cache. Raises `CheckpointError` if the commit lacks it."""
+        return self.repo.small_file(file)
+
+    def expect_headers(self, files: Sequence[str]) -> None:
+        """Ask for all at once."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="beamq-hub")
+        for file in files:
+            if file not in self._headers:
+                self._headers[file] = self._pool.submit(self._read_header, file)
+
+    def header(self, file: str) -> Header:
+        """One or two range requests, unless `expect_headers` made them already."""
+        self.expect_headers([file])
+        return self._headers[file].result()
+
+    def _read_header(self, file: str) -> Header:
+        where = f"{self.name}/{file}"
+        if file not in self.repo.files:
+            raise CheckpointError(f"{where}: not found")
+        size = self.repo.files[file]
+        first = self.repo.read_range(file, 0, min(size, FIRST_BYTES))
+        whole = 8 + int.from_bytes(first[:8], "little")
+        if len(first) < whole <= size and not first.startswith(b"version "):
+            first += self.repo.read_range(file, len(first), whole - len(first))
+        return parse_header(where, file, size, io.BytesIO(first).read)
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        """From disk if the shard is there, by a request if little is asked for, else fetch it."""
+        if self._here(file):
+            self._open.read(file, offset, out, name)
+        elif self._supply is not None or (out.nbytes <= PEEK_BYTES and self._is_rare(file)):
+            out[:] = self.repo.read_range(file, offset, out.nbytes)
+        else:
+            with self._on_demand().hold(file):
+                self._open.read(file, offset, out, name)
+
+    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
+        """From disk if the shard is there, else by one request."""
+        if not self._here(file):
+            return self.repo.read_range(file, offset, nbytes)
+        out = bytearray(nbytes)
+        self._open.read(file, offset, memoryview(out), name)
+        return bytes(out)
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        """Nothing to gain: what was just fetched is in memory, and may be gone by now."""
+
+    def missing_nbytes(self) -> Mapping[str, int]:
+        """Shards that the Hub cache lacks."""
+        return {file: self.repo.files[file] for file in self._headers if not self._in_cache(file)}
+
+    @contextmanager
+    def supply(self, jobs: Sequence[Collection[str]]) -> Iterator[ShardSupply]:
+        """Fetch ahead of the jobs; see `ShardSupply`."""
+        self._end_demand()
+        self._clear("demand")
+        sizes = self.missing_nbytes()
+        supply = ShardSupply(
+            [[file for file in files if file in sizes] for files in jobs],
+            sizes=sizes,
+            folder=self._place() / "ahead",
+            budget=self._cache_bytes,
+            fetch=self._fetch,
+            forget=self._open.forget,
+        )
+        with supply:
+            self._supply = supply
+            try:
+                yield supply
+            finally:
+                self._supply = None
+
+    def stamp(self, shards: Sequence[str]) -> str:
+        """The commit: it fixes every byte."""
+        return f"hub:{self.repo.asked.repo}@{self.repo.commit}"
+
+    def changed(self) -> None:
+        """None: a commit does not change, and fetched shards are compared with their headers."""
+
+    def close(self) -> None:
+        """Stop requests, close files, delete shards fetched on demand."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        self._end_demand()
+        self._open.close()
+
+    def _fetch(self, file: str, folder: Path, stopped: Callable[[], bool]) -> Path:
+        """Bring a shard, and make sure it is the one that was planned with."""
+        path = self.repo.shard(file, folder, stopped)
+        if read_header(path, file) != self.header(file):
+            path.unlink()
+            raise HubError(f"{self.name}: {file} is not the file its header was read from")
+        return path
+
+    def _is_rare(self, file: str) -> bool:
+        """Count a small read; whether there were few, and the shard is not there anyway."""
+        with self._lock:
+            self._small_reads[file] += 1
+            few = self._small_reads[file] <= MAX_SMALL_READS
+            return few and (self._demand is None or not self._demand.has(file))
+
+    def _in_cache(self, file: str) -> bool:
+        with self._lock:
+            if file not in self._cached:
+                self._cached[file] = self.repo.cached(file)
+            return self._cached[file] is not None
+
+    def _here(self, file: str) -> bool:
+        """Whether reading needs no request, and will not while the caller's job runs."""
+        if self._in_cache(file):
+            return True
+        supply = self._supply
+        return supply is not None and (supply.folder / file).exists()
+
+    def _locate(self, file: str) -> Path:
+        cached = self._cached.get(file)
+        if cached is not None:
+            return cached
+        source = self._supply or self._demand
+        return (source.folder if source is not None else Path()) / file
+
+    def _place(self) -> Path:
+        if self._cache_folder is not None:
+            return self._cache_folder
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HOME) / "beamq"
+
+    def _clear(self, kind: str) -> None:
+        """What an earlier run left of the other kind must not add to the budget."""
+        if self._cache_folder is not None:
+            shutil.rmtree(self._cache_folder / kind, ignore_errors=True)
+
+    def _on_demand(self) -> DemandCache:
+        with self._lock:
+            if self._demand is None:
+                self._clear("ahead")
+                self._demand = DemandCache(
+                    self._place() / "demand",
+                    f"{self.repo.asked.repo.replace('/', '--')}-{self.repo.commit[:12]}",
+                    sizes=self.repo.files,
+                    budget=self._cache_bytes,
+                    fetch=self._fetch,
+                    forget=self._open.forget,
+                )
+            return self._demand
+
+    def _end_demand(self) -> None:
+        with self._lock:
+            demand, self._demand = self._demand, None
+        if demand is not None:
+            self._open.close()
+            demand.close()

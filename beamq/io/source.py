@@ -1,0 +1,300 @@
+"""A checkpoint's files, wherever they lie: the one seam between reading and where bytes come from.
+
+`SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub.files.HubFiles`
+a repository on the Hub. Small files have local paths in both. Shards are read by byte range:
+`read` for data that is worked on, `peek` for a few bytes here and there, `supply` around a loop
+that says beforehand which shards it will read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol
+
+from beamq.errors import CheckpointError, counted
+from beamq.io.files import OpenFiles, read_json_object
+from beamq.io.safetensors_header import TensorSpec, few, read_header
+
+Header = tuple[list[TensorSpec], dict[str, str]]
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
+LEFT_BEHIND = (".index.json", ".partial", ".incomplete")
+
+
+class Supply(Protocol):
+    """Keeps the shards of running jobs at hand; jobs are numbered as given to `supply`."""
+
+    def wait(self, job: int, stopped: Callable[[], bool]) -> None:
+        """Return when the job's shards can be read; raises what stands in the way."""
+
+    def finish(self, job: int) -> None:
+        """The job will read no more."""
+
+
+class SourceFiles(Protocol):
+    """See the module. `name` is for messages, `label` has no path in it, `stamp` tells versions
+    of the files apart, `parallel` is how many `peek`s are worth making at once."""
+
+    name: str
+    label: str
+    parallel: int
+
+    def folder(self) -> Path:
+        """A local folder with every file but the shards; fetched now if need be."""
+
+    def listing(self) -> Mapping[str, int]:
+        """Every file's path in the checkpoint and its bytes."""
+
+    def names(self) -> Sequence[str]:
+        """Names at the top of the checkpoint, sorted."""
+
+    def has(self, file: str) -> bool:
+        """Whether a file of that name is there, even as a dangling link."""
+
+    def path(self, file: str) -> Path:
+        """Where a small file lies, fetched now if need be."""
+
+    def header(self, file: str) -> Header:
+        """The checked header of a shard."""
+
+    def expect_headers(self, files: Sequence[str]) -> None:
+        """All of these headers will be asked for."""
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        """Fill `out`; `name` is the tensor, for messages."""
+
+    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
+        """A few bytes, not worth fetching a whole shard for."""
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        """A hint that these bytes will be read."""
+
+    def missing_nbytes(self) -> Mapping[str, int]:
+        """Shards that reading would fetch first, and their bytes."""
+
+    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+        """Within the block, the shards each of `jobs` reads are fetched in time, and dropped."""
+
+    def stamp(self, shards: Sequence[str]) -> str:
+        """The same text for the same files."""
+
+    def changed(self) -> str | None:
+        """A shard that is no longer the file whose header was read, or None."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class NoSupply:
+    """For files that are all at hand."""
+
+    def wait(self, job: int, stopped: Callable[[], bool]) -> None:
+        """Nothing to wait for."""
+
+    def finish(self, job: int) -> None:
+        """Nothing to let go of."""
+
+
+class LocalFiles:
+    """A folder. Raises `CheckpointError` if there is none."""
+
+    parallel = 1
+
+    def __init__(self, root: Path) -> None:
+        if not root.is_dir():
+            raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
+        self.name = str(root)
+        self.label = root.resolve().name
+        self._root = root
+        self._open = OpenFiles(root)
+
+    def folder(self) -> Path:
+        """The folder itself."""
+        return self._root
+
+    def listing(self) -> Mapping[str, int]:
+        """Regular files and links to such, hidden ones left out.
+
+        Raises `CheckpointError` for a link, of a file that travels, that leads nowhere, to a
+        folder, or out of this one: a copy of what it names might end on the Hub.
+        """
+        found = {}
+        for path in sorted(self._root.rglob("*")):
+            name = path.relative_to(self._root).as_posix()
+            if path.is_symlink() and travels(name):
+                self._check_link(path)
+            if not _hidden(name) and path.is_file():
+                found[name] = path.stat().st_size
+        return found
+
+    def _check_link(self, path: Path) -> None:
+        if not path.exists():
+            raise CheckpointError(f"{path}: a link that points nowhere; restore or remove it")
+        if path.is_dir():
+            raise CheckpointError(f"{path}: a link to a folder; put a copy in its place")
+        root = self._root.resolve()
+        homes = [root]
+        if root.parent.name == "snapshots":  # of the Hub's cache, whose files lie in `blobs`
+            homes.append(root.parent.parent / "blobs")
+        target = path.resolve()
+        if not any(home in target.parents for home in homes):
+            raise CheckpointError(
+                f"{path}: a link to {target}, outside the folder; put a copy in its place"
+            )
+
+    def names(self) -> Sequence[str]:
+        """Everything in the folder but sub-folders' content."""
+        return sorted(os.listdir(self._root))
+
+    def has(self, file: str) -> bool:
+        """Whether the name is there."""
+        return os.path.lexists(self._root / file)
+
+    def path(self, file: str) -> Path:
+        """Its place, whether it exists or not."""
+        return self._root / file
+
+    def header(self, file: str) -> Header:
+        """Read it now; from here on the file must stay what it is."""
+        self._open.expect(file)
+        return read_header(self._root / file, file)
+
+    def expect_headers(self, files: Sequence[str]) -> None:
+        """Nothing to gain."""
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        """A positional read."""
+        self._open.read(file, offset, out, name)
+
+    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
+        """The same."""
+        buffer = bytearray(nbytes)
+        self._open.read(file, offset, memoryview(buffer), name)
+        return bytes(buffer)
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        """Ask the kernel to read ahead; free to fail."""
+        self._open.advise(file, offset, nbytes)
+
+    def missing_nbytes(self) -> Mapping[str, int]:
+        """None: all is here."""
+        return {}
+
+    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+        """Nothing to fetch."""
+        return nullcontext(NoSupply())
+
+    def stamp(self, shards: Sequence[str]) -> str:
+        """Sizes and modification times of the shards, when their headers were read."""
+        lines = []
+        for file in shards:
+            size, moment = self._open.size_and_time(file)
+            lines.append(f"\n{file}\t{size}\t{moment}")
+        return "".join(lines)
+
+    def changed(self) -> str | None:
+        """Compare every shard with what it was."""
+        return self._open.changed()
+
+    def close(self) -> None:
+        """Close every open file."""
+        self._open.close()
+
+
+def travels(file: str) -> bool:
+    """Whether a file goes along with the weights: not weights, their indices, or hidden."""
+    return not (_hidden(file) or file.lower().endswith((*WEIGHT_SUFFIXES, *LEFT_BEHIND)))
+
+
+def _hidden(file: str) -> bool:
+    return any(part.startswith(".") for part in file.split("/"))
+
+
+# Which files of a checkpoint hold its weights: those that the index names, or the single one.
+#
+# In: `SourceFiles` that nothing was read of yet. Out: names of shards, and the index's map of
+# tensors to files. The index may be a stranger's: what it names must be a plain name in the same
+# folder, must be there, and must hold what the index says. Pickle files are never opened.
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 1 << 30
+
+
+def weight_files(source: SourceFiles) -> tuple[list[str], dict[str, str] | None]:
+    """The safetensors files to read, and the index's map where there is one.
+
+    Raises `CheckpointError` for an index that is broken or incomplete, or no weights at all.
+    """
+    if source.has(INDEX_NAME):
+        return _indexed_files(source)
+    if source.has(SINGLE_NAME):
+        return [SINGLE_NAME], None
+    found = [name for name in source.names() if name.endswith(".safetensors")]
+    if found:
+        raise CheckpointError(
+            f"{source.name}: {len(found)} safetensors files but no {INDEX_NAME} and no"
+            f" {SINGLE_NAME}; restore the index"
+        )
+    pickles = [name for name in source.names() if name.endswith(".bin")]
+    if pickles:
+        raise CheckpointError(
+            f"{source.name}: only pickle files ({few(pickles)}); beamq never unpickles."
+            " Save the model as safetensors first"
+        )
+    raise CheckpointError(f"{source.name}: no {SINGLE_NAME} and no {INDEX_NAME}; not a checkpoint")
+
+
+def _indexed_files(source: SourceFiles) -> tuple[list[str], dict[str, str]]:
+    where = f"{source.name}/{INDEX_NAME}"
+    index = read_json_object(source.path(INDEX_NAME), CheckpointError, MAX_INDEX_BYTES)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{where}: no weight_map; expected tensor name -> file")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not safe_file_name(file):
+            raise CheckpointError(
+                f"{where}: {name} points to {str(file)[:80]!r}; expected the name of a"
+                " .safetensors file in the same folder"
+            )
+    files = sorted(set(weight_map.values()))
+    missing = [file for file in files if not source.has(file)]
+    if missing:
+        raise CheckpointError(
+            f"{where}: {len(missing)} of {counted(len(files), 'shard is', 'shards are')} missing:"
+            f" {few(missing)}; finish the download"
+        )
+    return files, weight_map
+
+
+def safe_file_name(name: str) -> bool:
+    """Whether a name from an index is a plain safetensors file name that stays in its folder."""
+    return (
+        name.endswith(".safetensors")
+        and "/" not in name
+        and "\\" not in name
+        and "\0" not in name
+        and not name.startswith(".")
+        and len(name) < 256
+    )
+
+
+def check_index(
+    where: str, weight_map: Mapping[str, str], tensors: Mapping[str, TensorSpec]
+) -> None:
+    """Raise `CheckpointError` where index and shards disagree."""
+    problems = [
+        f"{name} (index says {file}, "
+        f"{'found in ' + tensors[name].file if name in tensors else 'not there'})"
+        for name, file in weight_map.items()
+        if name not in tensors or tensors[name].file != file
+    ]
+    problems += [f"{name} (in {tensors[name].file}, not in the index)"
+                 for name in tensors if name not in weight_map]  # fmt: skip
+    if problems:
+        raise CheckpointError(
+            f"{where}: {counted(len(problems), 'entry disagrees', 'entries disagree')} with the"
+            f" shards: {few(problems)}"
+        )

@@ -1,0 +1,177 @@
+"""Operands as tensor cores want them: quantized activations, and NVFP4 weights reordered once.
+
+In:  BF16 activations and weights as loaded. Out: `Fp8Rows` (codes and a scale a token) and
+     `Fp4Operand` (codes, swizzled block scales, global scale).
+
+The one idea: each is made by one fused kernel on a GPU (gather, SwiGLU, quantization, swizzle) and
+by its plain twin on a CPU, with the same bytes up to the exponential in SwiGLU. So the whole path
+in front of a GEMM that only newer hardware has can be run and tested anywhere.
+
+NVFP4 weights keep their scales row by row in memory; the swizzled copy is made at a weight's first
+use and lives as long as the weight does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from beamq import devices
+from beamq.errors import TensorError
+from beamq.formats import fp8, nvfp4
+from beamq.formats.nvfp4 import QuantizedTensor, padded_rows, round_up, swizzle
+from beamq.model.gemm.products import swiglu as plain_swiglu
+from beamq.model.gemm.reference import Nvfp4Weight, static_scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Rows:
+    """Tokens in E4M3: value = codes [T, K] * scale FP32 [T, 1]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def take(self, rows: torch.Tensor) -> Fp8Rows:
+        """Some of the rows, in another order. Moved eight codes at a time where K allows."""
+        wide = self.codes.shape[1] % 8 == 0
+        codes = self.codes.view(torch.int64 if wide else torch.uint8).index_select(0, rows)
+        return Fp8Rows(codes=codes.view(self.codes.dtype), scale=self.scale.index_select(0, rows))
+
+    def part(self, low: int, high: int) -> Fp8Rows:
+        """Rows low .. high - 1."""
+        return Fp8Rows(codes=self.codes[low:high], scale=self.scale[low:high])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated:
+    """[gate | up] rows that are to pass SwiGLU on the way into an operand."""
+
+    gate_up_SN: torch.Tensor
+
+
+Tokens = torch.Tensor | Fp8Rows | Gated
+
+
+def take(tokens: Tokens, rows: torch.Tensor | None) -> Tokens:
+    """Some of the rows, in another order; all of them for None."""
+    if rows is None or isinstance(tokens, Gated):
+        return tokens
+    return tokens.take(rows) if isinstance(tokens, Fp8Rows) else tokens.index_select(0, rows)
+
+
+def fp8_rows(x_TK: torch.Tensor, *, swiglu: bool = False) -> Fp8Rows:
+    """Quantize tokens; with `swiglu` the product of [gate | up] is what is quantized."""
+    if devices.serves(x_TK):
+        from beamq.formats.kernels import gpu  # Triton
+
+        codes, scale = gpu.fp8_quantize_rows(x_TK, swiglu=swiglu)
+    else:
+        codes, scale = fp8.quantize_rows(plain_swiglu(x_TK) if swiglu else x_TK)
+    return Fp8Rows(codes=codes, scale=scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4Operand:
+    """Packed codes U8 [S, K/2], swizzled E4M3 block scales, FP32 global scale.
+
+    Activations: block scales [padded rows, round_up(K/16, 4)], global scale [1]. Weights of one
+    linear: flat, [1]; of a stack: codes [E, N, K/2], scales [E, flat], global scale [E].
+    """
+
+    codes: torch.Tensor
+    block_scale: torch.Tensor
+    global_scale: torch.Tensor
+
+
+def fp4_tokens(
+    tokens: Tokens,
+    input_scale: torch.Tensor | None,
+    *,
+    rows: torch.Tensor | None = None,
+    offsets: Sequence[int] | None = None,
+) -> Fp4Operand:
+    """Quantize `tokens[rows]` (or SwiGLU of them, if they are `Gated`) for one linear, or for
+    groups of rows if `offsets` are given.
+
+    Raises `TensorError` for weights that came without an `input_scale`.
+    """
+    if isinstance(tokens, Fp8Rows):
+        raise TypeError("FP8 tokens in front of NVFP4 weights")
+    swiglu = isinstance(tokens, Gated)
+    x_TK = tokens.gate_up_SN if isinstance(tokens, Gated) else tokens
+    input_scale = static_scale(input_scale)
+    count = x_TK.shape[0] if rows is None else rows.numel()
+    placed, padded = None, round_up(count, 128)
+    if offsets is not None:
+        placed, padded = padded_rows(offsets)
+        placed = placed.to(x_TK.device)
+    if devices.serves(x_TK):
+        from beamq.formats.kernels import gpu  # Triton
+
+        codes, scales = gpu.nvfp4_tokens(
+            x_TK, input_scale, swiglu=swiglu, rows=rows, scale_rows=placed, padded_rows=padded
+        )
+    else:
+        x_TK = plain_swiglu(x_TK) if swiglu else x_TK
+        q = nvfp4.quantize(x_TK if rows is None else x_TK.index_select(0, rows), input_scale)
+        linear = torch.zeros(padded, q.block_scale.shape[1], dtype=torch.uint8, device=x_TK.device)
+        where = torch.arange(count, device=x_TK.device) if placed is None else placed
+        linear[where] = q.block_scale.view(torch.uint8)
+        codes, scales = q.codes, swizzle(linear).view(torch.float8_e4m3fn)
+    return Fp4Operand(
+        codes=codes,
+        block_scale=scales.view(padded, -1),
+        global_scale=input_scale.to(torch.float32).reshape(1),
+    )
+
+
+def decoded_fp4_tokens(x_TK: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """Code * block scale of quantized tokens [T, K] in BF16, exact, on a GPU."""
+    from beamq.formats.kernels import gpu  # Triton
+
+    q = gpu.nvfp4_quantize(x_TK, static_scale(input_scale))
+    one = torch.ones((), device=x_TK.device)
+    return gpu.nvfp4_dequantize(
+        QuantizedTensor(codes=q.codes, block_scale=q.block_scale, global_scale=one)
+    )
+
+
+_swizzled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def fp4_weight(weight: Nvfp4Weight) -> Fp4Operand:
+    """The weight for FP4 tensor cores, reordered at the first call and remembered.
+
+    Raises `TensorError` if the parts of a fused linear differ in `weight_scale_2`, of which the
+    GEMM takes one.
+    """
+    # Only the copies are remembered: to keep the codes would be to keep the weight alive.
+    if weight.codes not in _swizzled:
+        lead = weight.global_scale.shape[:-2]
+        scales = weight.global_scale.reshape(*lead, -1)
+        if not torch.equal(scales.amin(-1), scales.amax(-1)):
+            raise TensorError(
+                "linears that are multiplied as one differ in weight_scale_2, of which FP4 tensor"
+                " cores take one; quantize the checkpoint with shared scales, or use"
+                " gemm='reference'"
+            )
+        one_each = scales[..., 0].contiguous().reshape(-1)
+        _swizzled[weight.codes] = (swizzle(weight.block_scale), one_each)
+    block_scale, global_scale = _swizzled[weight.codes]
+    return Fp4Operand(codes=weight.codes, block_scale=block_scale, global_scale=global_scale)
+
+
+def fp4_part(weight: Nvfp4Weight, first: int, last: int) -> Nvfp4Weight:
+    """Experts first .. last - 1 as views, for which `fp4_weight` then returns views as well."""
+    whole = fp4_weight(weight)
+    part = Nvfp4Weight(
+        codes=weight.codes[first:last],
+        block_scale=weight.block_scale[first:last],
+        global_scale=weight.global_scale[first:last],
+        input_scale=weight.input_scale,
+    )
+    _swizzled[part.codes] = (whole.block_scale[first:last], whole.global_scale[first:last])
+    return part

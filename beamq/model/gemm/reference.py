@@ -1,0 +1,295 @@
+"""Weights of linears in any format, and the reference GEMM that emulates each format exactly.
+
+In: activations `x_TK` in the activation dtype and a weight. Out: `y_TN` in the same dtype.
+
+    DenseWeight    y = x w^T
+    Fp8Weight      x quantized per token (scale = amax/448); y = (x8 w8^T) * scale_x * scale_w
+    Nvfp4Weight    x quantized by blocks of 16 under the static `input_scale`;
+                   y = (x4 w4^T) * input_scale * global_scale, where x4 and w4 are
+                   code * block_scale, not yet multiplied by their global scales
+
+The one idea: E4M3 values, and products E2M1 x E4M3 (6 significant bits, at most 2688), are exact
+in BF16, and so are their pairwise products in FP32. A plain GEMM of decoded operands with FP32
+accumulation, scaled afterwards, is therefore what an FP8 or FP4 tensor core computes, up to the
+order of FP32 sums. Folding a global scale into the operand would lose that; nothing is folded.
+On a CPU the operands are decoded to FP32 (its BF16 GEMM would round the sum before the scales);
+on CUDA to BF16 with an FP32 result.
+
+Expert weights carry a leading axis: codes [E, N, K] and so on; all experts of a layer share one
+`input_scale`, as the serving engines reduce them to their maximum.
+
+`Gemm` is what other back ends implement; `gemm_backend` names them. Weights are decoded at
+every call and never cached: memory stays that of the stored format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from beamq.errors import TensorError
+from beamq.formats import fp8
+from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, E4M3_MIN, NVFP4_BLOCK, e2m1_values, to_e4m3
+from beamq.model.gemm.products import product, swiglu, widens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseWeight:
+    """`w_NK` [N, K] (or [E, N, K]) in the activation dtype."""
+
+    w_NK: torch.Tensor
+
+    def expert(self, index: int) -> DenseWeight:
+        """One expert's weight, as a view."""
+        return DenseWeight(w_NK=self.w_NK[index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight:
+    """`codes` F8_E4M3 [N, K] and `scale` F32 [N, 1]; value = code * scale. Or with leading E."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def expert(self, index: int) -> Fp8Weight:
+        """One expert's weight, as a view."""
+        return Fp8Weight(codes=self.codes[index], scale=self.scale[index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvfp4Weight:
+    """`codes` U8 [N, K/2] (low nibble = even k), `block_scale` F8_E4M3 [N, K/16], or with
+    leading E; `global_scale` F32 [N, 1]: `weight_scale_2` of the part each row came from.
+
+    `input_scale` F32 [] is the activations' global scale, the largest of all parts and experts;
+    None where the checkpoint has none, which only a weights-only back end can run.
+    """
+
+    codes: torch.Tensor
+    block_scale: torch.Tensor
+    global_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+
+    def expert(self, index: int) -> Nvfp4Weight:
+        """One expert's weight, as a view."""
+        return Nvfp4Weight(
+            codes=self.codes[index],
+            block_scale=self.block_scale[index],
+            global_scale=self.global_scale[index],
+            input_scale=self.input_scale,
+        )
+
+
+LinearWeight = DenseWeight | Fp8Weight | Nvfp4Weight
+
+
+class Gemm(Protocol):
+    """A way to multiply activations by weights of every format."""
+
+    def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """y [T, N] in x's dtype."""
+
+    def grouped(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """Expert e multiplies rows offsets[e]:offsets[e+1] of `x_TK[rows]` (None: of `x_TK`).
+
+        y [S, N] in x's dtype, S = offsets[-1]. `rows` is apart so that a back end may quantize a
+        token once rather than once for each expert that reads it.
+        """
+
+    def experts(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """`grouped`, SwiGLU, `grouped`, for a back end that can do with less memory between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedInput:
+    """Activations decoded without their outer scale: value = `operand_TK` * `scale`.
+
+    `scale` is [T, 1] (FP8: one a token) or [] (NVFP4: `input_scale`).
+    """
+
+    operand_TK: torch.Tensor
+    scale: torch.Tensor
+
+    def take(self, rows: slice | torch.Tensor) -> QuantizedInput:
+        """Some of the rows."""
+        scale = self.scale[rows] if self.scale.dim() else self.scale
+        return QuantizedInput(operand_TK=self.operand_TK[rows], scale=scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceGemm:
+    """Exact emulation in plain torch.
+
+    Without `quantize_activations`, activations stay as they are (W4A16, W8A16) and weights are
+    decoded to the activation dtype.
+    """
+
+    quantize_activations: bool = True
+
+    def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """See `Gemm.linear`."""
+        if isinstance(weight, DenseWeight):
+            return product(x_TK, weight.w_NK)
+        if not self.quantize_activations:
+            return product(x_TK, decode(weight, x_TK.dtype))
+        return _multiply(quantize_input(x_TK, weight), weight, x_TK.dtype)
+
+    def grouped(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """See `Gemm.grouped`. A loop over the experts that have rows, unless one call serves."""
+        if isinstance(weight, DenseWeight) and _grouped_mm_serves(x_TK, weight.w_NK, offsets):
+            x_SK = x_TK if rows is None else x_TK.index_select(0, rows)
+            ends = torch.tensor(offsets[1:], dtype=torch.int32).to(x_TK.device)
+            return F.grouped_mm(x_SK, weight.w_NK.transpose(1, 2), offs=ends)
+        y_SN = x_TK.new_empty(offsets[-1], _stored(weight).shape[1])
+        emulated = None
+        if not isinstance(weight, DenseWeight) and self.quantize_activations:
+            emulated = quantize_input(x_TK, weight)
+        for expert, low, high in _busy(offsets):
+            some = slice(low, high) if rows is None else rows[low:high]
+            own = weight.expert(expert)
+            if emulated is None or isinstance(own, DenseWeight):
+                y_SN[low:high] = self.linear(x_TK[some], own)
+            else:
+                y_SN[low:high] = _multiply(emulated.take(some), own, x_TK.dtype)
+        return y_SN
+
+    def experts(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """See `Gemm.experts`."""
+        active_SI = swiglu(self.grouped(x_TK, rows, gate_up, offsets))
+        return self.grouped(active_SI, None, down, offsets)
+
+
+def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> QuantizedInput:
+    """Activations as the engine would quantize them in front of `weight`, decoded again.
+
+    Raises `TensorError` for NVFP4 weights that came without an `input_scale`.
+    """
+    dtype = _operand_dtype(x_TK.device)
+    if isinstance(weight, Fp8Weight):
+        codes, scale_T1 = fp8.quantize_rows(x_TK)
+        return QuantizedInput(operand_TK=codes.to(dtype), scale=scale_T1)
+    input_scale = static_scale(weight.input_scale)
+    operand_TK = nvfp4_operand(x_TK, input_scale).to(dtype)
+    return QuantizedInput(operand_TK=operand_TK, scale=input_scale)
+
+
+def static_scale(input_scale: torch.Tensor | None) -> torch.Tensor:
+    """The scale, if there is one. Raises `TensorError`."""
+    if input_scale is None:
+        raise TensorError(
+            "NVFP4 weights have no input_scale, so 4-bit activations have none either;"
+            " calibrate the checkpoint, or use gemm='weights-only'"
+        )
+    return input_scale
+
+
+def nvfp4_operand(x_TK: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """FP32 code * block_scale of `formats.nvfp4.quantize(x_TK, global_scale)`, without packing.
+
+    `torch.round` ties to even, and on the grid's three spacings (1/2 below 2, 1 below 4, 2 above)
+    that is the tie to the even code.
+    """
+    x_TB16 = x_TK.float().view(x_TK.shape[0], x_TK.shape[1] // NVFP4_BLOCK, NVFP4_BLOCK)
+    ideal_TB1 = x_TB16.abs().amax(-1, keepdim=True) / (E2M1_MAX * global_scale)
+    ideal_TB1 = torch.where(ideal_TB1 == 0, 1.0, ideal_TB1).clamp_(E4M3_MIN, E4M3_MAX)
+    scale_TB1 = to_e4m3(ideal_TB1).float()
+    code = x_TB16 / (scale_TB1 * global_scale)
+    size = code.abs()
+    grid = torch.where(size < 2, code.mul(2).round_().div_(2), code.round())
+    grid = torch.where(size < 4, grid, code.div_(2).round_().mul_(2).clamp_(-E2M1_MAX, E2M1_MAX))
+    return grid.mul_(scale_TB1).flatten(1)
+
+
+def decode(weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+    """The weight's values [N, K], rounded once to `dtype`."""
+    if isinstance(weight, DenseWeight):
+        return weight.w_NK.to(dtype)
+    operand_NK, scale_N1 = weight_operand(weight, torch.float32)
+    return operand_NK.mul(scale_N1).to(dtype)
+
+
+def weight_operand(
+    weight: Fp8Weight | Nvfp4Weight, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(operand [N, K], scale [N, 1]) with value = operand * scale, the operand exact in BF16."""
+    if isinstance(weight, Fp8Weight):
+        return weight.codes.to(dtype), weight.scale
+    n, half = weight.codes.shape
+    pairs = _nibble_pairs(weight.codes.device, dtype)
+    values = pairs.index_select(0, weight.codes.flatten().int()).view(n, -1, NVFP4_BLOCK)
+    return values.mul_(weight.block_scale.to(dtype).unsqueeze(-1)).view(n, 2 * half), (
+        weight.global_scale
+    )
+
+
+def _nibble_pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[256, 2]: the E2M1 values of a byte's low and high nibble."""
+    every = torch.arange(256, dtype=torch.uint8, device=device)
+    return e2m1_values(torch.stack((every & 0x0F, every >> 4), dim=1)).to(dtype)
+
+
+def _multiply(
+    x: QuantizedInput, weight: Fp8Weight | Nvfp4Weight, dtype: torch.dtype
+) -> torch.Tensor:
+    operand_NK, scale_N1 = weight_operand(weight, x.operand_TK.dtype)
+    if x.operand_TK.dtype == torch.float32:
+        sum_TN = x.operand_TK @ operand_NK.t()
+    else:
+        sum_TN = torch.mm(x.operand_TK, operand_NK.t(), out_dtype=torch.float32)
+    return sum_TN.mul_(x.scale).mul_(scale_N1.t()).to(dtype)
+
+
+def _operand_dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _stored(weight: LinearWeight) -> torch.Tensor:
+    return weight.w_NK if isinstance(weight, DenseWeight) else weight.codes
+
+
+def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(expert, first row, end row) of the experts that have rows."""
+    for expert in range(len(offsets) - 1):
+        if offsets[expert + 1] > offsets[expert]:
+            yield expert, offsets[expert], offsets[expert + 1]
+
+
+def _grouped_mm_serves(x_TK: torch.Tensor, w_ENK: torch.Tensor, offsets: Sequence[int]) -> bool:
+    """BF16, any rows at all, and rows of whole 16 bytes on both sides, as torch demands."""
+    return (
+        offsets[-1] > 0
+        and not widens(x_TK)
+        and x_TK.dtype == w_ENK.dtype == torch.bfloat16
+        and w_ENK.shape[1] % 8 == 0
+        and w_ENK.shape[2] % 8 == 0
+    )

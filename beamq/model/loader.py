@@ -1,0 +1,701 @@
+"""One layer's weights, read from a checkpoint straight into the buffers the forward pass uses.
+
+In: a `Checkpoint` in any form a Beam comes in: BF16, FP16 or FP32; experts one tensor each or
+packed in 3-D; our NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out:
+`LayerWeights`, `ExpertSlice` or `Head` on the device.
+
+The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and
+all experts of a slice are one buffer each, so that every group of linears is one GEMM.
+
+Unquantized weights are cast to the activation dtype; router weight and bias are FP32 always.
+A `tap` is shown every tensor as stored, once, so that a consumer that needs the source's own
+bytes (a converter) shares the reads of a forward pass.
+
+Limits: values are not searched for NaN here; conversion and `verify` do that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import PRECISE_FP32, Role, classify, packed_shape
+from beamq.errors import MemoryBudgetError, TensorError
+from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.io.read_ahead import read_ahead
+from beamq.io.safetensors_header import TensorSpec
+from beamq.io.source import NoSupply, Supply
+from beamq.model.attention import AttentionWeights
+from beamq.model.gemm.products import CHUNK_ELEMENTS
+from beamq.model.gemm.reference import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp
+from beamq.model.moe import ExpertSlice, RouterWeights
+from beamq.model.weights import Part, declared_formats, expect_shape, part_of, same_format, scalar
+from beamq.ranks import cores_here
+from beamq.signals import short_turns
+from beamq.units import show_bytes
+
+# Buffers that stored tensors are read into, by several threads, and their way to a device.
+#
+# In: names of tensors and where each belongs. Out: filled buffers on the CPU, or their copies on a
+# CUDA device.
+#
+# The one idea: allocate first, read later, all at once. A loader lays out its buffers and notes
+# what goes where; `run` then reads everything with a pool of threads, each tensor's bytes straight
+# into its place. Only a tensor that must be cast passes through a copy of its own.
+#
+# For CUDA, buffers are pinned and copied on a stream apart, so that the next unit's transfer
+# overlaps with computing; `upload` returns when the copies are done.
+
+Tree = TypeVar("Tree")
+TAP_PLACES = 8
+
+Tap = Callable[[TensorSpec, int, torch.Tensor], None]
+"""Called as (spec, first, tensor): rows first .. first + len(tensor) - 1 of a stored tensor, as
+stored, on the CPU. Whole tensors come at once with first = 0, packed experts one at a time. Called
+from reader threads; the tensor must not be changed, nor kept longer than its unit is being loaded
+(a layer, or a slice of its experts, the embedding, the head)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A range of a stored tensor's rows, and the buffer they go to."""
+
+    spec: TensorSpec
+    first: int
+    out: torch.Tensor
+
+
+class Fill:
+    """Buffers under construction. `run` must be called before any of them is looked at."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, pool: Executor, *, pin: bool = False, tap: Tap | None = None
+    ) -> None:
+        self.checkpoint = checkpoint
+        self._pool = pool
+        self._pin = pin
+        self._tap = tap
+        self._reads: list[_Read] = []
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised CPU buffer; its contents come from `read`.
+
+        A normal tensor even where the caller is in inference mode: reader threads are not, and may
+        not write to an inference tensor.
+        """
+        with torch.inference_mode(False):
+            return torch.empty(shape, dtype=dtype, pin_memory=self._pin)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Note that the whole tensor `name` goes to `out`, a contiguous part of a buffer.
+
+        The element count must match; the shape is the caller's to check.
+        """
+        self._reads.append(_Read(spec=self.checkpoint.spec(name), first=0, out=out))
+
+    def read_rows(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Note that rows first .. first + len(out) - 1 of `name` go to `out`, one row a read."""
+        spec = self.checkpoint.spec(name)
+        self._reads += [
+            _Read(spec=spec, first=first + row, out=out[row : row + 1])
+            for row in range(out.shape[0])
+        ]
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A buffer for one unquantized tensor of a known shape, cast to `dtype`."""
+        spec = self.checkpoint.spec(name)
+        expect_shape(spec, shape)
+        if spec.dtype not in FLOAT_SOURCES:
+            raise TensorError(f"{name}: dtype {spec.dtype}, expected BF16, F16 or F32")
+        out = self.buffer(shape, dtype)
+        self.read(name, out)
+        return out
+
+    def run(self) -> None:
+        """Read everything noted. Raises the first error.
+
+        Where somebody converts what is read, several places are read at once, so that the threads
+        do not all write to one file, whose lock they would wait for.
+        """
+        reads = self._reads if self._tap is None else _dealt(self._reads, TAP_PLACES)
+        list(self._pool.map(self._fetch, reads))  # asking for a result raises its error
+        self._reads.clear()
+
+    def _fetch(self, read: _Read) -> None:
+        stored = TORCH_DTYPES[read.spec.dtype]
+        raw = read.out
+        if raw.dtype != stored:
+            raw = torch.empty(read.out.shape, dtype=stored)
+        flat = raw.view(-1).view(torch.uint8)
+        view = memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        rows = read.spec.shape[0] if read.spec.shape else 1
+        self.checkpoint.read_into(read.spec, view, read.first * (read.spec.nbytes // rows))
+        if self._tap is not None:
+            whole = flat.numel() == read.spec.nbytes
+            shape = read.spec.shape if whole else (-1, *read.spec.shape[1:])
+            self._tap(read.spec, read.first, raw.view(shape))
+        if raw is not read.out:
+            read.out.copy_(raw)
+
+
+def _dealt(reads: list[_Read], places: int) -> list[_Read]:
+    """From `places` equal stretches in turn; neighbours stay `places` apart."""
+    step = -(-len(reads) // places)
+    return [read for first in range(step) for read in reads[first::step]]
+
+
+def upload(tree: Tree, device: torch.device, stream: torch.cuda.Stream) -> Tree:
+    """A copy of a dataclass (and those within) with every tensor on a CUDA device.
+
+    Copies run on `stream`; memory is tied to the device's default stream, which will use it.
+    """
+    user = torch.cuda.default_stream(device)
+    with torch.cuda.stream(stream):
+        moved: Tree = _map_tensors(tree, lambda t: t.to(device, non_blocking=True))
+
+    def tie(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.record_stream(user)
+        return tensor
+
+    _map_tensors(moved, tie)
+    stream.synchronize()
+    return moved
+
+
+def tensor_bytes(tree: object) -> int:
+    """Bytes of all tensors in a dataclass and those within."""
+    total = 0
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += tensor.nbytes
+        return tensor
+
+    _map_tensors(tree, add)
+    return total
+
+
+def _map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(_map_tensors(item, change) for item in tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        values = {
+            field.name: _map_tensors(getattr(tree, field.name), change)
+            for field in dataclasses.fields(tree)
+        }
+        return dataclasses.replace(tree, **values)
+    return tree
+
+
+MAX_READERS = 16
+
+
+def reader_count() -> int:
+    """Threads that a loader reads with: this process's cores, less what launches kernels."""
+    cores = cores_here()
+    return min(MAX_READERS, cores - cores // 8)
+
+
+class LayerLoader:
+    """Loads layers, slices of experts, embedding and head of one checkpoint. Thread safe."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: BeamConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tap: Tap | None = None,
+        readers: int | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self._tap = tap
+        self._declared = declared_formats(checkpoint)
+        self._pool = ThreadPoolExecutor(readers or reader_count(), thread_name_prefix="beamq-read")
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """End the reader threads."""
+        self._pool.shutdown()
+
+    def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
+        """A whole layer, or of a sparse one's experts only those, in one slice (none: no slice)."""
+        fill = self._fill()
+        prefix, hidden = f"model.layers.{index}", self.config.hidden_size
+
+        def norm(name: str) -> torch.Tensor:
+            return fill.tensor(f"{prefix}.{name}_layernorm.weight", (hidden,), self.dtype)
+
+        mlp: DenseMlp | SparseMlp
+        if self.config.mlp_layer_types[index] == "sparse":
+            own = range(self.config.num_experts) if experts is None else experts
+            held = (self._experts(fill, index, own.start, len(own)),) if own else ()
+            mlp = SparseMlp(router=self._router(fill, index), experts=held)
+        else:
+            mlp = self._dense_mlp(fill, index)
+        built = LayerWeights(
+            index=index,
+            attention=self._attention(fill, index),
+            mlp=mlp,
+            input_norm=norm("input"),
+            post_attention_norm=norm("post_attention"),
+            pre_mlp_norm=norm("pre_feedforward"),
+            post_mlp_norm=norm("post_feedforward"),
+        )
+        return self._finish(fill, built)
+
+    def experts(self, index: int, first: int, count: int) -> ExpertSlice:
+        """Experts first .. first + count - 1 of a sparse layer."""
+        fill = self._fill()
+        return self._finish(fill, self._experts(fill, index, first, count))
+
+    def embedding(self) -> torch.Tensor:
+        """The embedding matrix [V, K] in the activation dtype; on the CPU, whatever the device."""
+        fill = Fill(self.checkpoint, self._pool, tap=self._tap)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        table = fill.tensor("model.embed_tokens.weight", shape, self.dtype)
+        fill.run()
+        return table
+
+    def head(self) -> Head:
+        """Final norm and output matrix, which is the embedding matrix where they are tied."""
+        fill = self._fill()
+        name = "lm_head.weight"
+        if self.config.tie_word_embeddings and name not in self.checkpoint.tensors:
+            name = "model.embed_tokens.weight"
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        built = Head(
+            norm=fill.tensor("model.norm.weight", shape[1:], self.dtype),
+            output_VK=fill.tensor(name, shape, self.dtype),
+        )
+        return self._finish(fill, built)
+
+    def _fill(self) -> Fill:
+        return Fill(self.checkpoint, self._pool, pin=self._stream is not None, tap=self._tap)
+
+    def _finish(self, fill: Fill, built: Tree) -> Tree:
+        fill.run()
+        return built if self._stream is None else upload(built, self.device, self._stream)
+
+    def _attention(self, fill: Fill, index: int) -> AttentionWeights:
+        config, prefix = self.config, f"model.layers.{index}.self_attn"
+        hidden, q, kv = config.hidden_size, config.q_dim, config.kv_dim
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": q}
+        fused = [self._part(f"{prefix}.{name}", n, hidden) for name, n in rows.items()]
+        sliding = config.layer_types[index] == "sliding_attention"
+        head = (config.head_dim,)
+        return AttentionWeights(
+            window=config.sliding_window if sliding else None,
+            qkv_gate=self._linear(fill, [fused]),
+            o=self._linear(fill, [[self._part(f"{prefix}.o_proj", hidden, q)]]),
+            q_norm=fill.tensor(f"{prefix}.q_norm.weight", head, self.dtype),
+            k_norm=fill.tensor(f"{prefix}.k_norm.weight", head, self.dtype),
+            gate_bias=fill.tensor(f"{prefix}.gate_bias", (config.num_heads,), self.dtype),
+        )
+
+    def _router(self, fill: Fill, index: int) -> RouterWeights:
+        prefix = f"model.layers.{index}.mlp.gate"
+        shape = (self.config.num_experts, self.config.hidden_size)
+        bias = f"{prefix}.e_score_correction_bias"
+        return RouterWeights(
+            weight_EK=fill.tensor(f"{prefix}.weight", shape, torch.float32),
+            bias_E=fill.tensor(bias, shape[:1], torch.float32),
+        )
+
+    def _dense_mlp(self, fill: Fill, index: int) -> DenseMlp:
+        gate_up, down = self._mlp_parts(f"model.layers.{index}.mlp", self.config.intermediate_size)
+        return DenseMlp(
+            gate_up=self._linear(fill, [gate_up]),
+            down=self._linear(fill, [down]),
+        )
+
+    def _experts(self, fill: Fill, index: int, first: int, count: int) -> ExpertSlice:
+        prefix = f"model.layers.{index}.mlp.experts"
+        packed = self._packed_name(f"{prefix}.gate_up_proj")
+        if packed is not None:
+            down = self._packed_name(f"{prefix}.down_proj") or f"{prefix}.down_proj"
+            return ExpertSlice(
+                first=first,
+                count=count,
+                gate_up=self._packed(fill, packed, "gate_up_proj", first, count),
+                down=self._packed(fill, down, "down_proj", first, count),
+            )
+        width = self.config.moe_intermediate_size
+        parts = [self._mlp_parts(f"{prefix}.{e}", width) for e in range(first, first + count)]
+        # The engines reduce input scales over all experts of a layer, whatever the slice.
+        every = [f"{prefix}.{e}" for e in range(self.config.num_experts)]
+        gates = [f"{module}.{name}" for module in every for name in ("gate_proj", "up_proj")]
+        downs = [f"{module}.down_proj" for module in every]
+        return ExpertSlice(
+            first=first,
+            count=count,
+            gate_up=self._linear(fill, [part[0] for part in parts], stacked=True, sharing=gates),
+            down=self._linear(fill, [part[1] for part in parts], stacked=True, sharing=downs),
+        )
+
+    def _packed_name(self, module: str) -> str | None:
+        """The stored name of a packed tensor, which may or may not end in `.weight`."""
+        names = (module, f"{module}.weight")
+        return next((name for name in names if name in self.checkpoint.tensors), None)
+
+    def _packed(self, fill: Fill, name: str, kind: str, first: int, count: int) -> DenseWeight:
+        shape = packed_shape(self.config, kind)
+        expect_shape(self.checkpoint.spec(name), shape)
+        out = fill.buffer((count, *shape[1:]), self.dtype)
+        fill.read_rows(name, first, out)
+        return DenseWeight(w_NK=out)
+
+    def _part(self, module: str, n: int, k: int) -> Part:
+        return part_of(self.checkpoint, self._declared, module, n, k)
+
+    def _mlp_parts(self, prefix: str, width: int) -> tuple[list[Part], list[Part]]:
+        hidden = self.config.hidden_size
+        gate_up = [
+            self._part(f"{prefix}.{name}", width, hidden) for name in ("gate_proj", "up_proj")
+        ]
+        return gate_up, [self._part(f"{prefix}.down_proj", hidden, width)]
+
+    def _linear(
+        self,
+        fill: Fill,
+        groups: list[list[Part]],
+        *,
+        stacked: bool = False,
+        sharing: Sequence[str] = (),
+    ) -> LinearWeight:
+        """One weight from groups of parts: rows of a group side by side, groups stacked.
+
+        `stacked` gives a leading axis, one entry a group; otherwise there is one group only.
+        `sharing` names the modules that share an input scale, where they are more than the parts.
+        """
+        kind = same_format([part for group in groups for part in group])
+        rows, k = sum(part.n for part in groups[0]), groups[0][0].k
+        lead = (len(groups), rows) if stacked else (rows,)
+
+        def gather(suffix: str, width: int, dtype: torch.dtype) -> torch.Tensor:
+            out = fill.buffer((*lead, width), dtype)
+            for place, group in zip(out if stacked else (out,), groups, strict=True):
+                for part, rows_out in zip(group, place.split([p.n for p in group]), strict=True):
+                    fill.read(f"{part.module}.{suffix}", rows_out)
+            return out
+
+        if kind == "dense":
+            return DenseWeight(w_NK=gather("weight", k, self.dtype))
+        if kind == "fp8":
+            return Fp8Weight(
+                codes=gather("weight", k, torch.float8_e4m3fn),
+                scale=gather("weight_scale", 1, torch.float32),
+            )
+        return Nvfp4Weight(
+            codes=gather("weight", k // 2, torch.uint8),
+            block_scale=gather("weight_scale", k // NVFP4_BLOCK, torch.float8_e4m3fn),
+            global_scale=self._global_scale(groups).reshape(*lead, 1),
+            input_scale=self._input_scale(sharing or [p.module for g in groups for p in g]),
+        )
+
+    def _global_scale(self, groups: list[list[Part]]) -> torch.Tensor:
+        """`weight_scale_2` of each row's own part, FP32."""
+        values = [
+            torch.full((part.n,), scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
+            for group in groups
+            for part in group
+        ]
+        return torch.cat(values)
+
+    def _input_scale(self, modules: Sequence[str]) -> torch.Tensor | None:
+        """The largest `input_scale` of `modules`, FP32 []; None if not one of them has any."""
+        names = [f"{module}.input_scale" for module in modules]
+        if not any(name in self.checkpoint.tensors for name in names):
+            return None
+        return torch.tensor(max(scalar(self.checkpoint, name) for name in names))
+
+
+# A layer loader that says which shards it will read, so that a remote source is fetched in time.
+#
+# In: a checkpoint, the layers to come. Out: a `LayerLoader` for use in a `with` block. Shards are
+# fetched ahead of the layers that need them and dropped behind them (`Checkpoint.supply`); of a
+# folder all this is nothing.
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class SuppliedLoader(LayerLoader):
+    """Loads layers `first` and up (and the embedding, where `first` is 0), each once, in order.
+
+    `experts` are those that will be asked for in slices. With `keep_rest`, shards of what no layer
+    needs (the head) are fetched as well and left for whoever reads them next.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: BeamConfig,
+        *,
+        first: int,
+        experts: range,
+        keep_rest: bool,
+        stopped: Callable[[], bool],
+        **options: Any,
+    ) -> None:
+        super().__init__(checkpoint, config, **options)
+        self._own = experts
+        self._stopped = stopped
+        self._first = first
+        self._supply: Supply = NoSupply()
+        units: list[set[str]] = [set() for _ in range(config.num_layers + 2)]
+        for spec in checkpoint.tensors.values():
+            layer = classify(spec.name).layer
+            if layer is not None and layer < config.num_layers:
+                units[layer + 1].add(spec.file)
+            elif spec.name == EMBEDDING:
+                units[0].add(spec.file)
+            elif keep_rest:
+                units[-1].add(spec.file)
+        self._units = units[first + 1 if first else 0 :]
+        self._fetching: AbstractContextManager[Supply] = checkpoint.supply(self._units)
+
+    def __enter__(self) -> SuppliedLoader:
+        self._supply = self._fetching.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+        self._fetching.__exit__(*error)
+
+    def embedding(self) -> torch.Tensor:
+        """See `LayerLoader`; before any layer."""
+        self._supply.wait(0, self._stopped)
+        table = super().embedding()
+        self._supply.finish(0)
+        return table
+
+    def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
+        """See `LayerLoader`."""
+        unit = self._unit(index)
+        self._supply.wait(unit, self._stopped)
+        built = super().layer(index, experts=experts)
+        if experts is None or not self._own or experts.stop == self._own.stop:
+            self._supply.finish(unit)
+        return built
+
+    def experts(self, index: int, first: int, count: int) -> ExpertSlice:
+        """See `LayerLoader`; after the layer's own part, in ascending order."""
+        built = super().experts(index, first, count)
+        if first + count == self._own.stop:
+            self._supply.finish(self._unit(index))
+        return built
+
+    def _unit(self, index: int) -> int:
+        return index - self._first + (0 if self._first else 1)
+
+
+# Layers of one model, or of several in turns, delivered while the next one is being read.
+#
+# In: a `LayerLoader` for each model. Out: `LayerWeights` in order, sparse layers with their experts
+# whole or as an iterator of slices.
+#
+# The one idea: one read-ahead for everything. At most one unit (a layer, or a slice of experts) is
+# loaded besides those in use, whether one model is streamed or several side by side.
+
+Loaded = LayerWeights | ExpertSlice
+
+
+class LayerStream:
+    """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
+
+    With `experts`, only those of a sparse layer are loaded. With `slice_experts`, where there are
+    more, a sparse layer's `experts` is an iterator that delivers that many at a time, once; what a
+    consumer leaves of it is skipped. At most one unit (a layer, or a slice) is loaded besides the
+    one in use, so drop a layer before asking for the next.
+    """
+
+    def __init__(
+        self,
+        loader: LayerLoader,
+        *,
+        layers: Sequence[int] | None = None,
+        slice_experts: int | None = None,
+        experts: range | None = None,
+        ahead: int = 1,
+    ) -> None:
+        self.loader = loader
+        self.config = loader.config
+        self._layers = range(loader.config.num_layers) if layers is None else layers
+        self._slice = slice_experts
+        self._own = range(loader.config.num_experts) if experts is None else experts
+        self._ahead = ahead
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that are delivered, in order."""
+        return self._layers
+
+    def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
+        for _, index, weights in in_turns((self,), ahead=self._ahead):
+            yield index, weights
+            del weights  # before the next one is asked for, or two would live
+
+    def take(
+        self, index: int, units: Iterator[Loaded]
+    ) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
+        """A layer from what `loads` gave, and its slices, which must be used up before the next."""
+        weights = next(units)
+        if not isinstance(weights, LayerWeights):
+            raise TypeError("a slice of experts where a layer was due")
+        slices = self._slices(index)
+        if not slices:
+            return weights, iter(())
+        rest = _take(units, len(slices))
+        if isinstance(weights.mlp, SparseMlp):
+            weights = replace(weights, mlp=replace(weights.mlp, experts=rest))
+        return weights, rest
+
+    def loads(self, index: int) -> Iterator[Callable[[], Loaded]]:
+        """What loads a layer, unit by unit."""
+        slices = self._slices(index)
+        yield partial(self.loader.layer, index, experts=range(0) if slices else self._own)
+        for first, count in slices:
+            yield partial(self.loader.experts, index, first, count)
+
+    def experts_again(self, index: int) -> Iterator[ExpertSlice]:
+        """The slices of a layer that is not loaded whole, read once more, not ahead."""
+        for first, count in self._slices(index):
+            yield self.loader.experts(index, first, count)
+
+    def _slices(self, index: int) -> list[tuple[int, int]]:
+        """(first, count) of a layer's slices; none if its experts come with it."""
+        own, step = self._own, self._slice
+        sparse = self.config.mlp_layer_types[index] == "sparse"
+        if not sparse or step is None or step >= len(own):
+            return []
+        return [(first, min(step, own.stop - first)) for first in own[::step]]
+
+
+def in_turns(
+    streams: Sequence[LayerStream], *, ahead: int = 1
+) -> Generator[tuple[int, int, LayerWeights], None, None]:
+    """(place, layer, weights): the first layer of each stream, then the second of each, ...
+
+    One read-ahead serves them all: at most `ahead` units are loaded besides those in use, however
+    many models there are. All streams must have the same number of layers.
+    """
+    turns = [
+        (place, index)
+        for layers in zip(*(stream.layers for stream in streams), strict=True)
+        for place, index in enumerate(layers)
+    ]
+    loads = (load for place, index in turns for load in streams[place].loads(index))
+    units = read_ahead(loads, depth=ahead)
+    with short_turns(any(stream.loader.device.type == "cuda" for stream in streams)):
+        for place, index in turns:
+            weights, rest = streams[place].take(index, units)
+            yield place, index, weights
+            del weights  # before the next one is asked for, or two would live
+            for _ in rest:  # left by a consumer that needed no experts
+                pass
+
+
+def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:
+    for _ in range(count):
+        unit = next(units)
+        if not isinstance(unit, ExpertSlice):
+            raise TypeError("a layer where a slice of experts was due")
+        yield unit
+        del unit
+
+
+# How many experts of a layer fit a memory budget beside everything else.
+#
+# In: a checkpoint's headers, the activation dtype, bytes allowed, tokens of the largest batch.
+# Out: experts to a slice, or None where whole layers fit.
+#
+# The one idea: count what is alive at once. Two units of weights (one in use, one read ahead), and
+# the temporaries of one batch at the widest point of a layer, taking the worst case in which every
+# choice of every token falls into one slice. Estimates are upper bounds of tensors, not of what an
+# allocator reserves.
+
+_UNITS = 2  # one in use, one read ahead
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Loaded sizes: of the largest layer without its experts, of one expert, of the head."""
+
+    base: int
+    expert: int
+    head: int
+
+
+def layer_bytes(checkpoint: Checkpoint, config: BeamConfig, dtype: torch.dtype) -> LayerBytes:
+    """Sizes after loading: unquantized tensors in `dtype`, quantized ones as stored."""
+    base: dict[int, int] = {}
+    experts: dict[int, int] = {}
+    for spec in checkpoint.tensors.values():
+        role = classify(spec.name)
+        if role.layer is None:
+            continue
+        # Scale tensors have names of their own, of no role; their layer is still theirs.
+        expert = role.role is Role.EXPERT or ".mlp.experts." in spec.name
+        sizes = experts if expert else base
+        size = _loaded(spec, torch.float32 if role.role in PRECISE_FP32 else dtype)
+        sizes[role.layer] = sizes.get(role.layer, 0) + size
+    return LayerBytes(
+        base=max(base.values(), default=0),
+        expert=-(-max(experts.values(), default=0) // config.num_experts),
+        head=config.vocab_size * config.hidden_size * dtype.itemsize + CHUNK_ELEMENTS * 2 * _FP32,
+    )
+
+
+def activation_bytes(config: BeamConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Upper bound of a layer's temporaries for one batch."""
+    item = dtype.itemsize
+    q, kv, hidden = config.q_dim, config.kv_dim, config.hidden_size
+    attention = tokens * (item * (3 * hidden + 5 * q + 4 * kv) + _FP32 * 3 * q)
+    rows, width = tokens * config.top_k, config.moe_intermediate_size
+    sparse = tokens * (2 * item + 2 * _FP32) * hidden + rows * item * (2 * hidden + 3 * width)
+    dense = tokens * item * (3 * hidden + 3 * config.intermediate_size)
+    return max(attention, sparse, dense) + 3 * CHUNK_ELEMENTS * _FP32
+
+
+def experts_per_slice(
+    checkpoint: Checkpoint, config: BeamConfig, dtype: torch.dtype, budget: int, tokens: int
+) -> int | None:
+    """Experts to a slice under `budget` bytes, or None if whole layers fit.
+
+    Raises `MemoryBudgetError` if not even one expert at a time does.
+    """
+    sizes = layer_bytes(checkpoint, config, dtype)
+    room = budget - activation_bytes(config, tokens, dtype) - _UNITS * sizes.base
+    if room >= _UNITS * sizes.expert * config.num_experts:
+        return None
+    count = room // max(1, _UNITS * sizes.expert)
+    if count < 1 or sizes.head > budget:
+        least = max(budget - room + _UNITS * sizes.expert, sizes.head)
+        raise MemoryBudgetError(
+            f"{show_bytes(budget)} of device memory for batches of {tokens} tokens: at least"
+            f" {show_bytes(least)} are needed; allow more, or shorten the batches"
+        )
+    return int(count)
+
+
+def _loaded(spec: TensorSpec, dtype: torch.dtype) -> int:
+    return spec.numel * dtype.itemsize if spec.dtype in FLOAT_SOURCES else spec.nbytes

@@ -1,0 +1,474 @@
+"""PLAN: recipe x headers -> where every output byte comes from and goes to, before one is read.
+
+In: an opened source, a `Recipe`, a shard size. Out: a `Plan`: jobs in layer order (a job is a
+set of linears that share a scale, or one copied tensor), and output shards in which every tensor
+already has its file and offset. Nothing here reads tensor data; a 501B model takes seconds.
+
+Since all sizes are known, conversion can write any tensor at any time from any thread or
+process, and disk, memory and every fault of names or shapes are known first. The same input
+gives the same plan, byte for byte (`digest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import PRECISE_FP32, QUANTIZABLE, Role, TensorRole, classify, fused_group
+from beamq.errors import RecipeError, UsageError
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
+from beamq.io.shard_writer import OutputTensor, Shard
+from beamq.plan import layout
+from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
+from beamq.plan.recipe import Recipe, load_recipe, matches
+from beamq.plan.sources import Companion, SourceMap, SourceRange, companion_files, map_sources
+
+# From rules and patterns to the parts of the model that are quantized.
+#
+# In: a `Recipe` and the tensors of a model. Out: units, i.e. (layer, expert|dense-mlp|attention).
+#
+# An exclude pattern may name single modules, but both engines agree only on lists that leave a
+# whole part of a layer precise: partly excluded fused linears are refused by one and misread by
+# the other. So a pattern that hits any linear of a unit widens to the unit, and says so.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exclusion:
+    """What one pattern did: modules matched, how many of them the recipe would have quantized,
+    the units left precise, and whether that is more than was matched."""
+
+    pattern: str
+    matched: tuple[str, ...]
+    would_quantize: int
+    units: tuple[Unit, ...]
+    widened: bool
+
+
+def apply_exclusions(
+    config: BeamConfig, recipe: Recipe, roles: Iterable[TensorRole]
+) -> tuple[Exclusion, ...]:
+    """Match each pattern of the recipe. A pattern that matches nothing is a `RecipeError`."""
+    if not recipe.exclude:
+        return ()
+    modules = [role for role in roles if role.role not in (Role.NORM, Role.ROUTER_BIAS)]
+    return tuple(_apply(pattern, recipe, modules) for pattern in recipe.exclude)
+
+
+def _apply(pattern: str, recipe: Recipe, modules: list[TensorRole]) -> Exclusion:
+    matched: list[str] = []
+    hit: dict[Unit, int] = {}
+    total: dict[Unit, int] = {}
+    for role in modules:
+        planned = role.layer is not None and role.role in recipe.rules
+        unit = (role.layer or 0, role.role)
+        if planned:
+            total[unit] = total.get(unit, 0) + 1
+        if matches(pattern, role.module):
+            matched.append(role.module)
+            if planned:
+                hit[unit] = hit.get(unit, 0) + 1
+    if not matched:
+        raise RecipeError(
+            f"--exclude {pattern!r} matches no module; a plain word means a dotted part, globs"
+            " and `re:` match the whole name (for example model.layers.3.mlp.experts*)"
+        )
+    return Exclusion(
+        pattern=pattern,
+        matched=tuple(matched),
+        would_quantize=sum(hit.values()),
+        units=tuple(hit),
+        widened=any(hit[unit] < total[unit] for unit in hit),
+    )
+
+
+def quantized_units(
+    config: BeamConfig, recipe: Recipe, exclusions: Iterable[Exclusion]
+) -> frozenset[Unit]:
+    """Units to quantize. Raises `RecipeError` if none is left or a width does not fit."""
+    excluded = {unit for exclusion in exclusions for unit in exclusion.units}
+    units = frozenset(
+        unit for unit in layer_units(config) if unit[1] in recipe.rules and unit not in excluded
+    )
+    if not units:
+        raise RecipeError(
+            f"recipe {recipe.name}: nothing is left to quantize; rules name"
+            f" {', '.join(role.value for role in recipe.rules)} and every such part is excluded"
+            " or absent"
+        )
+    if recipe.format == "nvfp4":
+        _check_widths(config, {role for _, role in units})
+    return units
+
+
+def input_widths(config: BeamConfig, role: Role) -> dict[str, int]:
+    """K of the linears of a role: the dimension that blocks of 16 run along."""
+    h = config.hidden_size
+    if role is Role.ATTENTION:
+        return {"self_attn.q_proj, k_proj, v_proj, gate_proj": h, "self_attn.o_proj": config.q_dim}
+    width = config.moe_intermediate_size if role is Role.EXPERT else config.intermediate_size
+    return {f"{role.value} gate_proj, up_proj": h, f"{role.value} down_proj": width}
+
+
+def _check_widths(config: BeamConfig, roles: set[Role]) -> None:
+    for role in QUANTIZABLE:
+        if role not in roles:
+            continue
+        for name, k in input_widths(config, role).items():
+            if k % NVFP4_BLOCK:
+                raise RecipeError(
+                    f"{name}: input width {k} is not a multiple of {NVFP4_BLOCK}, as NVFP4 needs;"
+                    f" use an FP8 recipe or one without {role.value}"
+                )
+
+
+def tensor_parallel_sizes(config: BeamConfig, roles: Iterable[Role]) -> tuple[int, ...]:
+    """Tensor-parallel sizes at which every rank's input width keeps whole blocks of 16."""
+    split = []
+    for role in roles:
+        split.append(list(input_widths(config, role).values())[1])
+    return tuple(
+        size
+        for size in (1, 2, 4, 8, 16)
+        if all(k % size == 0 and (k // size) % NVFP4_BLOCK == 0 for k in split)
+    )
+
+
+def tensor_parallel_notes(
+    config: BeamConfig, recipe: Recipe, units: frozenset[Unit]
+) -> tuple[str, ...]:
+    """A warning where usual tensor-parallel sizes would cut a block of 16."""
+    if recipe.format != "nvfp4":
+        return ()
+    sizes = tensor_parallel_sizes(config, {role for _, role in units})
+    if {1, 2, 4, 8} <= set(sizes):
+        return ()
+    return (
+        "NVFP4 blocks of 16 stay whole only at tensor-parallel sizes"
+        f" {', '.join(map(str, sizes))}; serve with one of these (or expert parallel)",
+    )
+
+
+# Where every output byte goes: drafts of jobs fill shards, and each tensor gets its offset.
+#
+# In: `Draft`s in the order of the output, and how many bytes a shard may hold. Out: shards with
+# their headers, and which drafts went into each. Nothing is read; every size follows from dtype
+# and shape.
+#
+# A draft is never split over shards, so what is computed together is written to one file. Within a
+# shard tensors lie by falling element size: loaders view a file as typed memory, holes are not
+# allowed, and so order must align each tensor to its own dtype.
+
+Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""(name, dtype, shape) of the tensors that one source tensor becomes."""
+DraftMember = tuple[TensorRole, SourceRange, Outputs]
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """A job whose outputs have no places yet."""
+
+    kind: str
+    group: str
+    members: list[DraftMember]
+
+    def nbytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(_nbytes(dtype, shape) for _, _, outs in self.members for _, dtype, shape in outs)
+
+
+def fill_shards(drafts: Iterable[Draft], limit: int) -> list[tuple[list[Draft], Shard]]:
+    """Shards in order, each with the drafts it holds. One larger than `limit` gets its own."""
+    bins: list[list[Draft]] = []
+    room = -1
+    for draft in drafts:
+        nbytes = draft.nbytes()
+        if nbytes > room:
+            bins.append([])
+            room = limit
+        bins[-1].append(draft)
+        room -= nbytes
+    return [(inside, _layout(index, len(bins), inside)) for index, inside in enumerate(bins)]
+
+
+def _layout(index: int, count: int, drafts: list[Draft]) -> Shard:
+    entries = [entry for draft in drafts for _, _, outs in draft.members for entry in outs]
+    entries.sort(key=lambda entry: -ITEMSIZE[entry[1]])
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in entries:
+        end = begin + _nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    raw = len(text).to_bytes(8, "little") + text
+    tensors = []
+    offset = len(raw)
+    for name, dtype, shape in entries:
+        nbytes = _nbytes(dtype, shape)
+        tensors.append(
+            OutputTensor(name=name, dtype=dtype, shape=shape, nbytes=nbytes, offset=offset)
+        )
+        offset += nbytes
+    return Shard(
+        name=f"model-{index + 1:05d}-of-{count:05d}.safetensors",
+        header=raw,
+        tensors=tuple(tensors),
+        nbytes=offset,
+    )
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    count = ITEMSIZE[dtype]
+    for size in shape:
+        count *= size
+    return count
+
+
+PLAN_FORMAT = 1  # raised whenever the same input would give other bytes
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One source tensor of a job, [n, k] for a linear, and what it becomes."""
+
+    role: TensorRole
+    source: SourceRange
+    outputs: tuple[OutputTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The unit of work: linears sharing a scale (`nvfp4`, `fp8`), or one tensor to `copy`."""
+
+    kind: str
+    group: str
+    shard: int
+    members: tuple[Member, ...]
+
+    @property
+    def source_nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(member.source.nbytes for member in self.members)
+
+    @property
+    def files(self) -> frozenset[str]:
+        """Source shards to read them from."""
+        return frozenset(member.source.spec.file for member in self.members)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a run reads and writes, whichever way it converts.
+
+    `scales` is how NVFP4 block scales are chosen (see `Recipe`);
+    `remote_shards` are the source's shards that have to be fetched first, with their bytes.
+    """
+
+    config: BeamConfig
+    source_fingerprint: str
+    recipe_digest: str
+    jobs: tuple[Job, ...] = field(repr=False)
+    shards: tuple[Shard, ...]
+    companions: tuple[Companion, ...]
+    total_parameters: int
+    scales: str = "max"
+    remote_shards: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def tensor_nbytes(self) -> int:
+        """Bytes of all output tensors (the index's `total_size`)."""
+        return sum(tensor.nbytes for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def output_nbytes(self) -> int:
+        """Bytes of all output shards, headers included, plus the files copied beside them."""
+        files = sum(companion.nbytes for companion in self.companions)
+        return sum(shard.nbytes for shard in self.shards) + files
+
+    @property
+    def largest_group_nbytes(self) -> int:
+        """Source bytes of the largest set of linears that share an NVFP4 scale."""
+        return max((job.source_nbytes for job in self.jobs if job.kind == "nvfp4"), default=0)
+
+    def digest(self) -> str:
+        """SHA-256 over every decision: recipe, sources, jobs and shard headers."""
+        digest = hashlib.sha256(f"{PLAN_FORMAT} {self.recipe_digest}".encode())
+        for shard in self.shards:
+            digest.update(shard.name.encode() + shard.header)
+        for job in self.jobs:
+            for member in job.members:
+                source = member.source
+                digest.update(
+                    f"\n{job.kind} {job.shard} {job.group} {source.spec.name} {source.spec.dtype}"
+                    f" {source.start} {source.nbytes} {member.outputs[0].name}".encode()
+                )
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Work):
+    """A quantization: the work, and all that people and configs are told about it."""
+
+    recipe: Recipe
+    units: frozenset[layout.Unit]
+    exclusions: tuple[Exclusion, ...]
+    ignore: tuple[str, ...]
+    dropped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    parameters: dict[str, int]
+    quantized_parameters: int
+    source_nbytes: int
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Output tensor bits over source elements, scales and precise tensors included."""
+        return 8 * self.tensor_nbytes / self.total_parameters
+
+
+def make_plan(
+    source: Checkpoint | str | Path,
+    recipe: Recipe | str = "nvfp4",
+    *,
+    exclude: Sequence[str] = (),
+    kv_cache: str | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> Plan:
+    """Plan the conversion of a folder, of a repository on the Hub, or of an opened source.
+
+    `recipe` is a `Recipe`, a built-in name or the path of a YAML file; `exclude` and `kv_cache`
+    are laid over it. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
+    `ConfigError` for the source and `RecipeError` for a recipe that does not fit it.
+    `max_shard_bytes` bounds a shard's tensor bytes; a job is never split, so one larger job gets
+    a shard of its own.
+    """
+    chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    if exclude or kv_cache is not None:
+        chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
+    if isinstance(source, Checkpoint):
+        return _plan(source, chosen, max_shard_bytes)
+    with open_checkpoint(source) as checkpoint:
+        return _plan(checkpoint, chosen, max_shard_bytes)
+
+
+def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
+    if max_shard_bytes < 1:
+        raise UsageError(f"--max-shard-size is {max_shard_bytes} bytes, expected at least 1")
+    config = BeamConfig.from_dict(checkpoint.config)
+    sources = map_sources(checkpoint, config)
+    exclusions = apply_exclusions(config, recipe, (role for role, _ in sources.found))
+    units = quantized_units(config, recipe, exclusions)
+    jobs, shards = place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
+    modules = layout.harmless_entries(
+        config, (classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2)
+    )
+    make_ignore = (
+        layout.compressed_tensors_ignore if recipe.format == "fp8" else layout.modelopt_ignore
+    )
+    parameters = _parameters_by_role(sources)
+    return Plan(
+        config=config,
+        recipe=recipe,
+        source_fingerprint=checkpoint.fingerprint(),
+        jobs=jobs,
+        shards=shards,
+        units=units,
+        exclusions=exclusions,
+        ignore=tuple(make_ignore(config, units, modules)),
+        dropped=sources.dropped,
+        companions=companion_files(checkpoint.source),
+        remote_shards=checkpoint.source.missing_nbytes(),
+        notes=(*sources.notes, *tensor_parallel_notes(config, recipe, units)),
+        parameters=parameters,
+        scales=recipe.scales,
+        total_parameters=sum(parameters.values()),
+        recipe_digest=recipe.digest(),
+        quantized_parameters=sum(
+            member.source.shape[0] * member.source.shape[1]
+            for job in jobs
+            if job.kind != "copy"
+            for member in job.members
+        ),
+        source_nbytes=sum(spec.nbytes for spec in checkpoint.tensors.values()),
+    )
+
+
+def _draft_jobs(
+    config: BeamConfig, recipe: Recipe, sources: SourceMap, units: frozenset[layout.Unit]
+) -> Iterator[Draft]:
+    """Jobs without places, in the order of `expected_tensors`; groups close when all are in."""
+    groups: dict[str, Draft] = {}
+    for role, source in sources.found:
+        if role.layer is None or (role.layer, role.role) not in units:
+            yield _copy_job(role, source)
+            continue
+        n, k = source.shape
+        fmt = recipe.rules[role.role]
+        # FP8 rows share nothing, so each linear is a job of its own.
+        group = role.module if fmt == "fp8" else fused_group(role)
+        draft = groups.setdefault(group, Draft(kind=fmt, group=group, members=[]))
+        outputs = layout.quantized_tensors(role.module, fmt, n, k)
+        draft.members.append((role, source, outputs))
+        if fmt == "fp8" or len(draft.members) == _group_size(group):
+            yield groups.pop(group)
+    if groups:
+        raise RecipeError(f"internal: scale groups left open: {', '.join(groups)[:200]}")
+    for spec in sources.extra:
+        whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+        role = classify(spec.name)
+        yield Draft(
+            kind="copy",
+            group=spec.name,
+            members=[(role, whole, ((spec.name, spec.dtype, spec.shape),))],
+        )
+
+
+def _group_size(group: str) -> int:
+    return {"qkv_gate": 4, "gate_up": 2}.get(group.rsplit(".", 1)[-1], 1)
+
+
+def _copy_job(role: TensorRole, source: SourceRange) -> Draft:
+    dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
+    return Draft(
+        kind="copy", group=role.name, members=[(role, source, ((role.name, dtype, source.shape),))]
+    )
+
+
+def place(drafts: Iterable[Draft], limit: int) -> tuple[tuple[Job, ...], tuple[Shard, ...]]:
+    """Fill shards with whole jobs in order, then give every tensor its offset."""
+    filled = fill_shards(drafts, limit)
+    jobs: list[Job] = []
+    for index, (inside, shard) in enumerate(filled):
+        placed = {tensor.name: tensor for tensor in shard.tensors}
+        jobs += [_finish_job(draft, index, placed) for draft in inside]
+    return tuple(jobs), tuple(shard for _, shard in filled)
+
+
+def _finish_job(draft: Draft, shard: int, placed: dict[str, OutputTensor]) -> Job:
+    members = tuple(
+        Member(role=role, source=source, outputs=tuple(placed[name] for name, _, _ in outs))
+        for role, source, outs in draft.members
+    )
+    return Job(kind=draft.kind, group=draft.group, shard=shard, members=members)
+
+
+def _parameters_by_role(sources: SourceMap) -> dict[str, int]:
+    counts = dict.fromkeys((role.value for role in Role), 0)
+    for role, source in sources.found:
+        size = 1
+        for length in source.shape:
+            size *= length
+        counts[role.role.value] += size
+    for spec in sources.extra:
+        counts[_extra_role(spec)] += spec.numel
+    return counts
+
+
+def _extra_role(spec: TensorSpec) -> str:
+    return Role.HEAD.value if spec.name == "lm_head.weight" else Role.EXTRA.value

@@ -1,0 +1,325 @@
+"""What becomes what: a recipe names a format for each role of linear; the rest stays precise.
+
+In: a built-in name or the path of a YAML file. Out: a frozen `Recipe` with a digest.
+
+A recipe is closed by default: unknown keys are refused, and a role no rule names keeps the
+precision of the source. The keys, all of them:
+
+    name         short name, used in cards and reports
+    summary      one sentence for people
+    rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8
+    scales       NVFP4 block scales; `sweep` (NVFP4's default): of the stored scales near, the one
+                 with the least squared error; `max`: from the block's largest magnitude alone, for
+                 the same bytes as Model-Optimizer's
+    weighting    what the sweep counts an expert's errors by: `none`, or `second-moment` of the
+                 inputs that calibration saw
+    rounding     of experts: `nearest`, or `gptq` with the activations that calibration saw; other
+                 linears are rounded to nearest
+    kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
+                 Beam refuses them)
+    exclude      patterns of modules to leave precise (see `patterns.matches`)
+    bounds       what a sound result may lose at most (see `Bounds`); changes no byte of an output
+
+One format only: files that mix NVFP4 and FP8 load in vLLM alone, so such rules are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from beamq.beam.tensors import QUANTIZABLE, Role
+from beamq.errors import RecipeError, shown_value
+from beamq.io.files import parse_yaml, read_small
+
+# Exclude patterns: which modules a word, a glob or a regular expression names.
+#
+# In: a pattern from a command line or from a recipe that a stranger may have made, and a module's
+# name. Out: whether it is named. Python's `re` cannot be stopped, so an expression that could take
+# exponential time is refused before it runs.
+
+MAX_PATTERN = 300  # characters of a regular expression
+MAX_NAME = 200  # characters of a module that one is tried on
+MAX_REPEATS = 4
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether an exclude pattern names a module.
+
+    `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
+    `?` or `[`) that must match the whole name; otherwise a name: the whole module or a run of
+    its dotted parts (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
+    for a regular expression that is invalid or could run for ever (see `_slow`).
+    """
+    if pattern.startswith("re:"):
+        return len(module) <= MAX_NAME and _compiled(pattern).fullmatch(module) is not None
+    if any(character in pattern for character in "*?["):
+        return fnmatch.fnmatchcase(module, pattern)
+    return f".{pattern}." in f".{module}."
+
+
+@lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """The regular expression behind `re:`, if it is one and cannot run for ever."""
+    if len(pattern) > MAX_PATTERN or re.search(r"\(\?[aiLmsux-]", pattern):
+        raise RecipeError(
+            f"pattern {pattern[:60]!r}: flags, or more than {MAX_PATTERN} characters; simplify it"
+        )
+    try:
+        compiled = re.compile(pattern[3:])
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
+    slow = _slow(pattern[3:])
+    if slow:
+        raise RecipeError(f"pattern {pattern!r}: {slow}, which could run for ever; simplify it")
+    return compiled
+
+
+def _slow(expression: str) -> str | None:
+    """What in a valid regular expression can take more than polynomial time to fail, or None.
+
+    Exponential time needs a repeated group, or one optional item after another; `re` has no other
+    remedy against it than not to begin.
+    """
+    position, repeats, before = 0, 0, ""
+    while position < len(expression):
+        character = expression[position]
+        if character == "\\":
+            position, before = position + 2, "x"
+            continue
+        if character == "[":
+            position, before = _behind_set(expression, position), "x"
+            continue
+        if character in "*+?{" and before not in ("*", "("):
+            if before == ")" and character != "?":
+                return "a repeated group"
+            repeats += 1
+            character = "*"
+        before = character
+        position += 1
+    return f"more than {MAX_REPEATS} repeats" if repeats > MAX_REPEATS else None
+
+
+def _behind_set(expression: str, position: int) -> int:
+    """Where the set that begins at `position` is over. A `]` that comes first is one of it."""
+    position += 2 if expression[position + 1] == "^" else 1
+    begin = position
+    while expression[position] != "]" or position == begin:
+        position += 2 if expression[position] == "\\" else 1
+    return position + 1
+
+
+FORMATS = ("nvfp4", "fp8")
+BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
+SCALES = ("sweep", "max")
+MAX_RECIPE_BYTES = 1 << 16
+MAX_PATTERNS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What `verify --level forward` and comparison reports hold a result against; None: nothing.
+
+    `mean_kld` in nats a token and `weight_error` (relative RMS of any one quantized linear) are
+    the most allowed; `same_top` (share of tokens with the same likeliest next token) and
+    `router_overlap` (share of chosen experts in common, in any one layer) the least.
+    """
+
+    mean_kld: float | None = None
+    same_top: float | None = None
+    router_overlap: float | None = None
+    weight_error: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A checked recipe. Build one with `load_recipe` or `parse_recipe`."""
+
+    name: str
+    summary: str
+    rules: Mapping[Role, str]
+    scales: str = "max"
+    weighting: str = "none"
+    rounding: str = "nearest"
+    kv_cache: str = "none"
+    exclude: tuple[str, ...] = ()
+    bounds: Bounds = Bounds()
+
+    @property
+    def format(self) -> str:
+        """The one format of every quantized linear: `nvfp4` or `fp8`."""
+        return next(iter(self.rules.values()))
+
+    @property
+    def expert_method(self) -> str | None:
+        """How experts are rounded by their inputs (`gptq`, `second-moment`); None where without."""
+        if self.rounding == "gptq":
+            return "gptq"
+        return "second-moment" if self.weighting == "second-moment" else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as plain data, the way its YAML would read."""
+        data = dataclasses.asdict(self)
+        data["rules"] = {role.value: fmt for role, fmt in self.rules.items()}
+        data["exclude"] = list(self.exclude)
+        return data
+
+    def digest(self) -> str:
+        """SHA-256 of everything that can change a byte of the output."""
+        data = self.to_dict()
+        del data["summary"], data["bounds"]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def with_options(self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None) -> Recipe:
+        """This recipe with command-line options laid over it."""
+        data = self.to_dict()
+        data["exclude"] = [*self.exclude, *exclude]
+        data["kv_cache"] = kv_cache or self.kv_cache
+        return parse_recipe(data, origin=self.name)
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """A built-in recipe by name, or a YAML file by path. Raises `RecipeError`."""
+    if name_or_path in BUILT_IN:
+        text = resources.files("beamq.recipes").joinpath(f"{name_or_path}.yaml").read_text()
+        return _from_yaml(text, name_or_path)
+    path = Path(name_or_path)
+    if path.suffix not in (".yaml", ".yml"):
+        raise RecipeError(
+            f"no recipe named {name_or_path!r}; choose one of {', '.join(BUILT_IN)} or give the"
+            " path of a .yaml file"
+        )
+    raw = read_small(path, RecipeError, MAX_RECIPE_BYTES)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as fault:
+        raise RecipeError(f"{path}: recipe cannot be read: {fault}") from None
+    return _from_yaml(text, str(path))
+
+
+def _from_yaml(text: str, origin: str) -> Recipe:
+    try:
+        data = parse_yaml(text)
+    except ValueError as fault:
+        raise RecipeError(f"{origin}: not valid YAML: {fault}") from None
+    if not isinstance(data, dict):
+        raise RecipeError(f"{origin}: holds a {type(data).__name__}, expected keys and values")
+    return parse_recipe(data, origin=origin)
+
+
+def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
+    """Check plain data and build the `Recipe`; `origin` names the source in errors."""
+    known = {field.name for field in dataclasses.fields(Recipe)}
+    unknown = [str(key) for key in data if key not in known]
+    if unknown:
+        raise RecipeError(
+            f"{origin}: unknown key {', '.join(unknown)[:120]}; known keys are"
+            f" {', '.join(sorted(known))}"
+        )
+    for key in ("name", "summary"):
+        value = data.get(key)
+        if not isinstance(value, str) or not value or not value.isprintable() or len(value) > 300:
+            raise RecipeError(f"{origin}: {key} must be one line of text")
+    exclude = data.get("exclude", ())
+    if not isinstance(exclude, (list, tuple)) or not all(
+        isinstance(pattern, str) and pattern for pattern in exclude
+    ):
+        raise RecipeError(f"{origin}: exclude must be a list of patterns")
+    if len(exclude) > MAX_PATTERNS:
+        raise RecipeError(f"{origin}: {len(exclude)} exclude patterns, at most {MAX_PATTERNS}")
+    for pattern in exclude:
+        matches(pattern, "")
+    rules = _rules(data.get("rules"), origin)
+    # FP8 has one scale a row, which its largest value calls for.
+    scales = SCALES if "nvfp4" in rules.values() else ("max",)
+    recipe = Recipe(
+        name=data["name"],
+        summary=data["summary"],
+        rules=rules,
+        scales=_choice(data, "scales", scales[0], scales, origin),
+        weighting=_choice(data, "weighting", "none", ("none", "second-moment"), origin),
+        rounding=_choice(data, "rounding", "nearest", ("nearest", "gptq"), origin),
+        kv_cache=_choice(data, "kv_cache", "none", ("none", "fp8"), origin),
+        exclude=tuple(exclude),
+        bounds=_bounds(data.get("bounds", {}), origin),
+    )
+    _check_method(recipe, origin)
+    return recipe
+
+
+def _check_method(recipe: Recipe, origin: str) -> None:
+    """Raise `RecipeError` where weighting or rounding has nothing to work on."""
+    if recipe.expert_method is None:
+        return
+    key = "rounding: gptq" if recipe.rounding == "gptq" else "weighting: second-moment"
+    if recipe.rules.get(Role.EXPERT) != "nvfp4":
+        raise RecipeError(f"{origin}: {key} is for experts in NVFP4, and rules has none")
+    if recipe.scales != "sweep":
+        raise RecipeError(f"{origin}: {key} chooses block scales itself; leave out scales: max")
+    if recipe.rounding == "gptq" and recipe.weighting != "none":
+        raise RecipeError(
+            f"{origin}: rounding: gptq weighs errors by all second moments; leave out weighting"
+        )
+
+
+def _rules(value: Any, origin: str) -> dict[Role, str]:
+    names = [role.value for role in QUANTIZABLE]
+    if not isinstance(value, Mapping) or not value:
+        raise RecipeError(
+            f"{origin}: rules must map at least one of {', '.join(names)} to a format"
+        )
+    rules: dict[Role, str] = {}
+    for role in QUANTIZABLE:
+        if role.value in value:
+            rules[role] = value[role.value]
+    for key, fmt in value.items():
+        if key not in names:
+            raise RecipeError(
+                f"{origin}: rules names {str(key)[:60]!r}; only {', '.join(names)} can be"
+                " quantized, all else stays precise"
+            )
+        if fmt not in FORMATS:
+            raise RecipeError(
+                f"{origin}: rules.{key} is {shown_value(fmt, 60)}, expected {' or '.join(FORMATS)}"
+            )
+    if len(set(rules.values())) > 1:
+        raise RecipeError(
+            f"{origin}: rules mix NVFP4 and FP8; SGLang refuses such files and only vLLM loads"
+            " them. Use one format"
+        )
+    return rules
+
+
+def _bounds(value: Any, origin: str) -> Bounds:
+    known = [field.name for field in dataclasses.fields(Bounds)]
+    if not isinstance(value, Mapping) or any(key not in known for key in value):
+        raise RecipeError(f"{origin}: bounds may hold {', '.join(known)}, each with a number")
+    for key, limit in value.items():
+        number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        most = 1.0 if key in ("same_top", "router_overlap") else float("inf")
+        if limit is not None and not (number and 0 <= limit <= most):
+            raise RecipeError(
+                f"{origin}: bounds.{key} is {shown_value(limit, 60)}, expected a number from 0 to"
+                f" {most}"
+            )
+    return Bounds(**value)
+
+
+def _choice(
+    data: Mapping[str, Any], key: str, default: str, allowed: tuple[str, ...], origin: str
+) -> str:
+    value = data.get(key, default)
+    if value not in allowed:
+        raise RecipeError(
+            f"{origin}: {key} is {shown_value(value, 60)}, expected {' or '.join(allowed)}"
+        )
+    return str(value)

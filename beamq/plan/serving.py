@@ -1,0 +1,364 @@
+"""What a Beam needs when it is served: weight bytes for each GPU, KV cache, activations.
+
+In: a `BeamConfig`, and which units are quantized to which format (nothing: the BF16 source).
+Out: bytes. Nothing is read or imported beyond that, so every figure follows from config.json.
+
+Weights are kept as `Part`s: sums over tensors that a server divides in the same way.
+
+    tensor parallel (TP)   heads, MLP widths and the vocabulary are divided; norms, biases and
+                           routers are on every GPU; K and V are divided no further than there are
+                           KV heads. Widths of NVFP4 experts are padded to 64 on each GPU.
+    expert parallel (EP)   experts are divided; all else is on every GPU, and each GPU serves
+                           sequences of its own, so a sequence's KV cache is not divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import Role
+from beamq.errors import UsageError
+from beamq.io.safetensors_header import ITEMSIZE
+from beamq.plan.layout import NVFP4_BLOCK, Unit, quantized_tensors
+
+BATCHED_TOKENS = 8192  # tokens of one step that activations are allowed for
+BATCHED_SEQUENCES = 1024  # sequences whose FP32 logits are allowed for
+VOCAB_STEP = 64  # servers pad their share of the vocabulary to this
+NVFP4_EXPERT_STEP = 64  # and the width of NVFP4 experts to this
+KV_ITEMSIZE = {"bf16": 2, "fp8": 1}
+LAYOUTS = ("tensor", "expert")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Tensors of one role that are divided alike: into up to `pieces`, in steps of `step`.
+
+    `nbytes` includes `scale_nbytes`. One piece means a copy on every GPU.
+    """
+
+    role: Role
+    pieces: int
+    step: int
+    parameters: int
+    nbytes: int
+    scale_nbytes: int
+
+    def share(self, count: int) -> int:
+        """Bytes on each of `count` tensor-parallel GPUs."""
+        pieces = -(-self.pieces // count)
+        pieces = -(-pieces // self.step) * self.step
+        return self.nbytes * pieces // self.pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All weights of a model in one format."""
+
+    config: BeamConfig
+    parts: tuple[Part, ...]
+    blocked: frozenset[Role]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of every tensor once."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def scale_nbytes(self) -> int:
+        """How many of them are scales."""
+        return sum(part.scale_nbytes for part in self.parts)
+
+    @property
+    def parameters(self) -> int:
+        """Elements, whatever their format; scales do not count."""
+        return sum(part.parameters for part in self.parts)
+
+    def of(self, *roles: Role) -> tuple[int, int]:
+        """(parameters, bytes) of some roles together."""
+        chosen = [part for part in self.parts if part.role in roles]
+        return sum(part.parameters for part in chosen), sum(part.nbytes for part in chosen)
+
+    def expert_padding(self, count: int) -> float:
+        """How much more than an even share NVFP4 experts take with TP on `count` GPUs: 0.2 is 20%.
+
+        Engines pad their width on each GPU.
+        """
+        parts = [part for part in self.parts if part.role is Role.EXPERT and part.step > 1]
+        whole = sum(part.nbytes for part in parts)
+        held = sum(part.share(count) for part in parts) * count
+        return held / whole - 1 if whole else 0.0
+
+    def per_gpu(self, layout: str, count: int) -> int | None:
+        """Bytes on each of `count` GPUs; None where the model cannot be divided so."""
+        if layout == "tensor":
+            if not tensor_parallel_fits(self.config, self.blocked, count):
+                return None
+            return sum(part.share(count) for part in self.parts)
+        if self.config.num_experts % count:
+            return None
+        _, experts = self.of(Role.EXPERT)
+        return self.nbytes - experts + -(-experts // count)
+
+
+def tensor_parallel_fits(config: BeamConfig, blocked: Collection[Role], count: int) -> bool:
+    """Whether heads and widths divide by `count`, with whole NVFP4 blocks for `blocked` roles."""
+    kv = config.num_kv_heads
+    if config.num_heads % count or (kv % count and count % kv):
+        return False
+    for kind, role, width in (
+        (config.dense_layers, Role.DENSE_MLP, config.intermediate_size),
+        (config.sparse_layers, Role.EXPERT, config.moe_intermediate_size),
+        (range(config.num_layers), Role.ATTENTION, config.q_dim),
+    ):
+        step = NVFP4_BLOCK if role in blocked else 1
+        if kind and width % (count * step):
+            return False
+    return True
+
+
+def model_weights(
+    config: BeamConfig, fmt: str | None = None, units: Collection[Unit] = frozenset()
+) -> Weights:
+    """Weights with `units` in `fmt` ("nvfp4" or "fp8") and the rest BF16, routers FP32.
+
+    Counts Beam's own tensors; extra ones that a plan copies along are not served.
+    """
+    sums: dict[tuple[Role, int, int], list[int]] = {}
+
+    def add(role: Role, pieces: int, step: int, parameters: int, nbytes: int, scales: int) -> None:
+        entry = sums.setdefault((role, pieces, step), [0, 0, 0])
+        entry[0] += parameters
+        entry[1] += nbytes
+        entry[2] += scales
+
+    for role, pieces, numel, itemsize in _precise_tensors(config):
+        step = VOCAB_STEP if role in (Role.EMBEDDING, Role.HEAD) else 1
+        add(role, pieces, step, numel, numel * itemsize, 0)
+    blocked: set[Role] = set()
+    for layer, role, pieces, count, n, k in _linears(config):
+        chosen = fmt if (layer, role) in units else None
+        step = 1
+        if chosen == "nvfp4":
+            blocked.add(role)
+            step = NVFP4_EXPERT_STEP if role is Role.EXPERT else 1
+        nbytes, scales = linear_nbytes(chosen, n, k)
+        add(role, pieces, step, count * n * k, count * nbytes, count * scales)
+    return Weights(
+        config=config,
+        parts=tuple(
+            Part(
+                role=role,
+                pieces=pieces,
+                step=step,
+                parameters=entry[0],
+                nbytes=entry[1],
+                scale_nbytes=entry[2],
+            )
+            for (role, pieces, step), entry in sums.items()
+        ),
+        blocked=frozenset(blocked),
+    )
+
+
+def linear_nbytes(fmt: str | None, n: int, k: int) -> tuple[int, int]:
+    """(bytes, of which scales) of one linear [n, k]; `fmt` None is BF16."""
+    if fmt is None:
+        return n * k * ITEMSIZE["BF16"], 0
+    sizes = []
+    for _, dtype, shape in quantized_tensors("", fmt, n, k):
+        size = ITEMSIZE[dtype]
+        for length in shape:
+            size *= length
+        sizes.append(size)
+    return sum(sizes), sum(sizes[1:])
+
+
+def _precise_tensors(config: BeamConfig) -> Iterator[tuple[Role, int, int, int]]:
+    """(role, pieces, elements, bytes of one) of everything that no recipe quantizes."""
+    h, layers, sparse = config.hidden_size, config.num_layers, len(config.sparse_layers)
+    bf16, fp32 = ITEMSIZE["BF16"], ITEMSIZE["F32"]
+    yield Role.EMBEDDING, config.vocab_size, config.vocab_size * h, bf16
+    if not config.tie_word_embeddings:
+        yield Role.HEAD, config.vocab_size, config.vocab_size * h, bf16
+    yield Role.NORM, 1, (4 * layers + 1) * h, bf16
+    yield Role.ATTENTION_EXTRA, 1, layers * (2 * config.head_dim + config.num_heads), bf16
+    yield Role.ROUTER, 1, sparse * config.num_experts * h, fp32
+    yield Role.ROUTER_BIAS, 1, sparse * config.num_experts, fp32
+
+
+def _linears(config: BeamConfig) -> Iterator[tuple[int, Role, int, int, int, int]]:
+    """(layer, role, pieces, how many, n, k) of every linear that a recipe may quantize."""
+    h, q, kv = config.hidden_size, config.q_dim, config.kv_dim
+    for layer, kind in enumerate(config.mlp_layer_types):
+        yield layer, Role.ATTENTION, config.num_heads, 2, q, h
+        yield layer, Role.ATTENTION, config.num_heads, 1, h, q
+        yield layer, Role.ATTENTION, config.num_kv_heads, 2, kv, h
+        sparse = kind == "sparse"
+        role = Role.EXPERT if sparse else Role.DENSE_MLP
+        width = config.moe_intermediate_size if sparse else config.intermediate_size
+        count = config.num_experts if sparse else 1
+        yield layer, role, width, 2 * count, width, h
+        yield layer, role, width, count, h, width
+
+
+def kv_cache_nbytes(
+    config: BeamConfig,
+    context: int,
+    *,
+    itemsize: int = 2,
+    heads: int | None = None,
+    windowed: bool = True,
+) -> int:
+    """KV cache of one sequence of `context` tokens, with `heads` of the KV heads (all of them).
+
+    Full layers keep every token, sliding layers the last `sliding_window`; with `windowed` false
+    all layers keep every token, as a server without hybrid caches would.
+    """
+    held = config.num_kv_heads if heads is None else heads
+    token = 2 * held * config.head_dim * itemsize
+    full = len(config.full_layers) if windowed else config.num_layers
+    sliding = config.num_layers - full
+    return token * (full * context + sliding * min(config.sliding_window, context))
+
+
+def kv_heads_per_gpu(config: BeamConfig, layout: str, count: int) -> int:
+    """KV heads that each GPU holds of one sequence."""
+    return config.num_kv_heads if layout == "expert" else -(-config.num_kv_heads // count)
+
+
+def activation_nbytes(config: BeamConfig) -> int:
+    """Memory allowed for a step's activations and logits, undivided: an estimate from above."""
+    routed = config.top_k * (3 * config.moe_intermediate_size + config.hidden_size)
+    widest = max(routed if config.sparse_layers else 0, 3 * config.intermediate_size)
+    residual = 4 * config.hidden_size
+    logits = BATCHED_SEQUENCES * config.vocab_size * ITEMSIZE["F32"]
+    return BATCHED_TOKENS * (widest + residual) * ITEMSIZE["BF16"] + logits
+
+
+# Which machines hold a Beam that is served: GPUs by name, and what fits on so many of them.
+#
+# In: a model's `Weights`, a GPU, a count, a layout, a context. Out: a `Fit`: weights and KV cache
+# on each GPU, room, sequences.
+#
+# A GPU's budget is `USABLE_SHARE` of its memory, as vLLM's gpu_memory_utilization has it by
+# default, less `RUNTIME_NBYTES` and `activation_nbytes`; what weights leave of it is for KV
+# cache. GB are 1e9 bytes and nominal: drivers report the nominal size or somewhat more. The
+# allowances are estimates; a server's own profiling run has the last word.
+
+COUNTS = (1, 2, 4, 8, 16)
+USABLE_SHARE = 0.9
+RUNTIME_NBYTES = 1_500_000_000  # CUDA context, communication buffers, captured graphs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU by the name `--gpu` knows, the label tables use, and its nominal bytes."""
+
+    name: str
+    label: str
+    nbytes: int
+
+
+GPUS = (
+    Gpu(name="h100", label="H100 80 GB", nbytes=80_000_000_000),
+    Gpu(name="h200", label="H200 141 GB", nbytes=141_000_000_000),
+    Gpu(name="b200", label="B200 180 GB", nbytes=180_000_000_000),
+    Gpu(name="b300", label="B300, GB300 288 GB", nbytes=288_000_000_000),
+    Gpu(name="rtx-pro-6000", label="RTX PRO 6000 96 GB", nbytes=96_000_000_000),
+)
+_OTHER_NAMES = {"gb300": "b300", "rtxpro6000": "rtx-pro-6000", "rtx6000": "rtx-pro-6000"}
+
+
+def parse_gpu(text: str) -> tuple[Gpu, int | None]:
+    """`h200:8` -> (H200, 8); `h200` -> (H200, None). Raises `UsageError`."""
+    name, _, number = text.strip().lower().replace("_", "-").partition(":")
+    name = _OTHER_NAMES.get(name, name)
+    gpu = next((gpu for gpu in GPUS if gpu.name == name), None)
+    if gpu is None:
+        known = ", ".join(gpu.name for gpu in GPUS)
+        raise UsageError(f"--gpu {text!r}: unknown GPU; known are {known} (for example h200:8)")
+    if not number and ":" not in text:
+        return gpu, None
+    if not (number.isascii() and number.isdigit()) or not 1 <= int(number[:6]) <= 1024:
+        raise UsageError(f"--gpu {text!r}: the count must be from 1 to 1024, as in h200:8")
+    return gpu, int(number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How a model sits on `count` GPUs. Bytes are for each GPU; `sequences` for all together."""
+
+    gpu: Gpu
+    count: int
+    layout: str
+    weight_nbytes: int
+    kv_nbytes: int
+    room_nbytes: int
+    sequences: int
+    max_context: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and at least one full context have room."""
+        return self.sequences > 0
+
+
+def fit(
+    weights: Weights, gpu: Gpu, count: int, layout: str, *, context: int, kv_itemsize: int = 2
+) -> Fit | None:
+    """The sums for one machine; None where the model cannot be divided so."""
+    config = weights.config
+    held = weights.per_gpu(layout, count)
+    if held is None:
+        return None
+    heads = kv_heads_per_gpu(config, layout, count)
+    kv = kv_cache_nbytes(config, context, itemsize=kv_itemsize, heads=heads)
+    budget = round(gpu.nbytes * USABLE_SHARE) - RUNTIME_NBYTES - activation_nbytes(config)
+    room = budget - held
+    sequences = max(0, room // kv) * (count if layout == "expert" else 1)
+    return Fit(
+        gpu=gpu,
+        count=count,
+        layout=layout,
+        weight_nbytes=held,
+        kv_nbytes=kv,
+        room_nbytes=room,
+        sequences=sequences,
+        max_context=_longest_context(config, room, heads, kv_itemsize),
+    )
+
+
+def best_fit(
+    weights: Weights, gpu: Gpu, count: int, *, context: int, kv_itemsize: int = 2
+) -> Fit | None:
+    """The layout that holds more sequences; tensor parallel where both hold as many."""
+    found = [
+        result
+        for layout in LAYOUTS
+        if (result := fit(weights, gpu, count, layout, context=context, kv_itemsize=kv_itemsize))
+    ]
+    return max(found, key=lambda result: result.sequences, default=None)
+
+
+def smallest_count(weights: Weights, gpu: Gpu, *, context: int, kv_itemsize: int = 2) -> int | None:
+    """The fewest of these GPUs, of `COUNTS`, that hold the model and one full context."""
+    for count in COUNTS:
+        result = best_fit(weights, gpu, count, context=context, kv_itemsize=kv_itemsize)
+        if result is not None and result.fits:
+            return count
+    return None
+
+
+def _longest_context(config: BeamConfig, room: int, heads: int, itemsize: int) -> int:
+    """Tokens that one sequence may have in `room`, at most what the config allows."""
+    limit = config.max_position_embeddings
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if kv_cache_nbytes(config, middle, itemsize=itemsize, heads=heads) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,283 @@
+"""Account for every tensor of a source: what it is, whether it is whole, and where its rows lie.
+
+In: an opened `Checkpoint` and its `BeamConfig`. Out: `SourceMap`: one byte range for each
+tensor a Beam must have (packed 3-D experts cut into per-expert rows), the extra tensors that are
+copied bit for bit, and those left out on purpose with the reason. Anything missing, mis-shaped,
+mis-typed or already quantized is an error here, from the headers alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import (
+    PRECISE_FP32,
+    Role,
+    TensorRole,
+    classify,
+    expected_tensors,
+    packed_shape,
+)
+from beamq.errors import AlreadyQuantizedError, TensorError, counted
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
+from beamq.io.source import SourceFiles, travels
+
+QUANTIZED_SUFFIXES = (
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_scale_inv",
+    ".input_scale",
+    ".weight_packed",
+    ".weight_global_scale",
+    ".input_global_scale",
+)
+DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceRange:
+    """Whole rows of a stored tensor: `nbytes` bytes from byte `start` of `spec`."""
+
+    spec: TensorSpec
+    start: int
+    nbytes: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceMap:
+    """Every source tensor accounted for: `found` + `extra` + `dropped` are all there are."""
+
+    found: tuple[tuple[TensorRole, SourceRange], ...]
+    extra: tuple[TensorSpec, ...]
+    dropped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+
+def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
+    """Resolve every expected tensor. Raises `TensorError` or `AlreadyQuantizedError`."""
+    refuse_quantized(checkpoint)
+    packed = _packed_tensors(checkpoint, config)
+    found: list[tuple[TensorRole, SourceRange]] = []
+    missing: list[str] = []
+    used = {spec.name for spec in packed.values()}
+    for role, shape in expected_tensors(config):
+        spec = checkpoint.tensors.get(role.name)
+        if spec is not None:
+            twin = packed.get((role.layer, packed_part(role))) if role.expert is not None else None
+            if twin is not None:
+                raise TensorError(
+                    f"layer {role.layer} has packed experts ({twin.name}) and per-expert ones"
+                    f" ({role.name}); remove one form"
+                )
+            _check_spec(role, spec, shape)
+            used.add(role.name)
+            found.append((role, _whole(spec)))
+        elif role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
+            found.append((role, _cut(packed[role.layer, packed_part(role)], role, shape)))
+        else:
+            missing.append(role.name)
+    if missing:
+        raise TensorError(f"{checkpoint.name}: {missing_tensors(len(missing))}: {few(missing)}")
+    extra, dropped = _leftovers(checkpoint, used, config)
+    notes = _notes(checkpoint, found, extra)
+    return SourceMap(
+        found=tuple(found), extra=tuple(extra), dropped=tuple(dropped), notes=tuple(notes)
+    )
+
+
+def missing_tensors(count: int) -> str:
+    """How many tensors of a Beam are not there, as errors and notes say it."""
+    each = ("tensor that config.json calls for is", "tensors that config.json calls for are")
+    return f"{counted(count, *each)} missing"
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Raise `AlreadyQuantizedError` if tensors are scales, or codes with a scale beside them.
+
+    Codes alone are enough where the config declares a quantization. Elsewhere one tensor of an odd
+    dtype is no quantized model: `map_sources` names it and its dtype.
+    """
+    declared = checkpoint.config.get("quantization_config")
+    claims = bool(declared) or checkpoint.source.has("hf_quant_config.json")
+    for name, spec in checkpoint.tensors.items():
+        if not is_quantized(spec) or not (claims or _scaled(checkpoint, name)):
+            continue
+        kind = {"U8": "NVFP4", "I8": "INT8"}.get(spec.dtype, "FP8")
+        if name.endswith("_scale_2"):
+            kind = "NVFP4"
+        if isinstance(declared, dict):
+            kind = str(declared.get("quant_algo") or declared.get("format") or kind)[:40]
+        raise AlreadyQuantizedError(
+            f"{checkpoint.name}: already quantized ({kind}; {name} is {spec.dtype})."
+            " Use the BF16 original, or `beamq dequantize` first"
+        )
+
+
+def _scaled(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor is a scale or the like, or has one beside it."""
+    module = name.removesuffix(".weight")
+    return name.endswith(QUANTIZED_SUFFIXES) or any(
+        module + suffix in checkpoint.tensors for suffix in QUANTIZED_SUFFIXES
+    )
+
+
+def is_quantized(spec: TensorSpec) -> bool:
+    """Whether a tensor is a scale, or one of Beam's own stored as codes."""
+    if spec.name.endswith(QUANTIZED_SUFFIXES):
+        return True
+    codes = spec.dtype in ("U8", "I8", "F8_E4M3", "F8_E5M2")
+    return codes and classify(spec.name).role is not Role.EXTRA
+
+
+def packed_part(role: TensorRole) -> str:
+    """The packed tensor that an expert's linear would be part of."""
+    return "down_proj" if role.proj == "down_proj" else "gate_up_proj"
+
+
+def _packed_tensors(
+    checkpoint: Checkpoint, config: BeamConfig
+) -> dict[tuple[int | None, str], TensorSpec]:
+    """(layer, gate_up_proj|down_proj) -> packed tensor, with its shape checked."""
+    packed: dict[tuple[int | None, str], TensorSpec] = {}
+    for spec in checkpoint.tensors.values():
+        role = classify(spec.name)
+        if role.packed is None or role.layer is None or role.layer not in config.sparse_layers:
+            continue
+        key = (role.layer, role.packed)
+        if key in packed:
+            raise TensorError(f"{spec.name} and {packed[key].name} hold the same experts twice")
+        _check_spec(role, spec, packed_shape(config, role.packed))
+        packed[key] = spec
+    return packed
+
+
+def _check_spec(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    if spec.dtype not in FLOAT_SOURCES:
+        raise TensorError(
+            f"{spec.name}: dtype is {spec.dtype}, expected BF16, F16 or F32"
+            f" ({role.role.value}, {spec.file})"
+        )
+    if spec.shape != shape:
+        raise TensorError(
+            f"{spec.name}: shape {list(spec.shape)}, but config.json calls for {list(shape)}"
+            f" ({role.role.value}, {spec.file})"
+        )
+
+
+def _whole(spec: TensorSpec) -> SourceRange:
+    return SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
+
+
+def _cut(spec: TensorSpec, role: TensorRole, shape: tuple[int, ...]) -> SourceRange:
+    """One expert's rows of a packed tensor; in [E, 2I, H] the gate's rows come first."""
+    nbytes = shape[0] * shape[1] * ITEMSIZE[spec.dtype]
+    slots = 1 if role.proj == "down_proj" else 2
+    slot = (role.expert or 0) * slots + (1 if role.proj == "up_proj" else 0)
+    return SourceRange(spec=spec, start=slot * nbytes, nbytes=nbytes, shape=shape)
+
+
+def _leftovers(
+    checkpoint: Checkpoint, used: set[str], config: BeamConfig
+) -> tuple[list[TensorSpec], list[tuple[str, str]]]:
+    extra: list[TensorSpec] = []
+    dropped: list[tuple[str, str]] = []
+    for name, spec in checkpoint.tensors.items():
+        if name in used:
+            continue
+        if name.endswith(DERIVED_SUFFIXES):
+            dropped.append((name, "recomputed from config.json by every loader"))
+        else:
+            extra.append(spec)
+    return extra, dropped
+
+
+def _notes(
+    checkpoint: Checkpoint, found: list[tuple[TensorRole, SourceRange]], extra: list[TensorSpec]
+) -> Iterator[str]:
+    careless = [
+        role.name
+        for role, source in found
+        if role.role in PRECISE_FP32 and source.spec.dtype != "F32"
+    ]
+    if careless:
+        yield (
+            f"{counted(len(careless), 'router tensor is', 'router tensors are')} not FP32 in the"
+            " source (a cast before saving?);"
+            " their values are kept exactly and stored as FP32, but bits lost earlier stay lost"
+        )
+    halves: dict[str, list[str]] = {"BF16": [], "F16": []}
+    for name, dtype in {source.spec.name: source.spec.dtype for _, source in found}.items():
+        if dtype in halves:
+            halves[dtype].append(name)
+    if all(halves.values()):
+        fewer, rest = sorted(halves, key=lambda dtype: len(halves[dtype]))
+        yield (
+            f"{counted(len(halves[fewer]), 'tensor is', 'tensors are')} {fewer} among {rest} ones"
+            f" ({few(halves[fewer])}); their bits are read as the header says"
+        )
+    heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
+    if heads:
+        yield (
+            "config.json ties the embeddings yet lm_head.weight is stored; it is copied, and must"
+            " equal the embeddings"
+        )
+    others = [spec.name for spec in extra if spec.name != "lm_head.weight"]
+    if others:
+        yield (
+            f"{counted(len(others), 'tensor is', 'tensors are')} not Beam's ({few(others)}); copied"
+            " bit for bit, but"
+            " vLLM and SGLang stop at names they do not know"
+        )
+    beside = [
+        name
+        for name in checkpoint.source.names()
+        if name.endswith(".safetensors") and name not in checkpoint.files
+    ]
+    if beside:
+        yield f"files that are not part of the model stay behind: {few(sorted(beside))}"
+    declared = "quantization_config" in checkpoint.config
+    if declared or checkpoint.source.has("hf_quant_config.json"):
+        yield "the source's config claims a quantization its tensors do not have; claim dropped"
+
+
+REPLACED_FILES = ("config.json", "hf_quant_config.json", "beamq.json")
+_CARD = re.compile(r"README((?:\.source)*)\.md")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companion:
+    """A file that travels with the weights: `source` and `target` are relative to the folders."""
+
+    source: str
+    target: str
+    nbytes: int
+
+
+def companion_files(files: SourceFiles) -> tuple[Companion, ...]:
+    """Tokenizer, templates, licence, code and sub-folders: everything but weights and configs.
+
+    Weights of any format, their indices, quantization configs and hidden files stay behind. The
+    source's README becomes README.source.md, and a README.source.md that it has from its own
+    source README.source.source.md. A link is followed only to a regular file.
+    """
+    found: list[Companion] = []
+    for name, nbytes in files.listing().items():
+        if not travels(name) or name in REPLACED_FILES or name.startswith("beamq-"):
+            continue
+        card = _CARD.fullmatch(name)
+        target = name if card is None else f"README{card[1]}.source.md"
+        found.append(Companion(source=name, target=target, nbytes=nbytes))
+    return tuple(found)
+
+
+def restored_name(companion: Companion) -> str | None:
+    """What a companion of a quantized folder was called in its source; None: it was not there."""
+    card = _CARD.fullmatch(companion.source)
+    if card is None:
+        return companion.target
+    return f"README{card[1].removesuffix('.source')}.md" if card[1] else None

@@ -1,0 +1,235 @@
+"""Pictures of a comparison, as SVG that takes its colours from the page it is put into.
+
+In: a `Comparison`. Out: `Chart`s: a title, one sentence of explanation, and SVG markup.
+
+The one idea: matplotlib draws with stand-in colours (#010101 for ink, and so on), and these are
+then replaced by CSS variables, so that one drawing serves a light page and a dark one. Text stays
+text in the page's own font. Lines differ by marker as well as by colour. Figures are small (400
+pixels wide at most of their size), so that they can be read on a phone without zooming.
+
+matplotlib is imported late: a second, only where a report is written.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from beamq.eval.compare.records import Candidate, Comparison
+from beamq.units import show_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIZE = (4.6, 2.8)  # inches of 72 units
+BAR_INCHES = 0.34  # height of a bar with its gap
+SERIES = 6
+_INK, _GRID = "#010101", "#020202"
+_MARKERS = "osD^vP"
+_VARIABLES = {
+    _INK: "var(--ink)",
+    _GRID: "var(--grid)",
+    **{f"#03030{n}": f"var(--series-{n + 1})" for n in range(SERIES)},
+}
+_STYLE: dict[Any, Any] = {
+    "text.parse_math": False,  # names are text, whatever they hold
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A drawing. `svg` is markup for an HTML page, with ids of its own."""
+
+    key: str
+    title: str
+    text: str
+    svg: str
+
+
+def charts(comparison: Comparison) -> list[Chart]:
+    """All of them; those without anything to show are left out."""
+    candidates = comparison.candidates
+    drawn = [
+        Chart(
+            key="hidden",
+            title="Hidden state error after each layer",
+            text="Error of the hidden states over their size, all tokens together. A step up is"
+            " a layer that hurts.",
+            svg=drawing("hidden", lambda axes: _hidden(axes, candidates)),
+        )
+    ]
+    if any(layer.router is not None for layer in candidates[0].layers):
+        drawn.append(
+            Chart(
+                key="router",
+                title="Router agreement by layer",
+                text="Of the experts that the source's router chooses for a token, how many the"
+                " candidate's chooses too.",
+                svg=drawing("router", lambda axes: _router(axes, candidates)),
+            )
+        )
+    drawn += [
+        Chart(
+            key="kld",
+            title="KL divergence of single tokens",
+            text="Share of tokens by KL divergence from the source, nats on a log scale.",
+            svg=drawing("kld", lambda axes: _histogram(axes, candidates)),
+        ),
+        Chart(
+            key="memory",
+            title="Bytes on disk",
+            text="Every file of each folder.",
+            svg=drawing("memory", lambda axes: _bars(axes, comparison), len(candidates) + 1),
+        ),
+    ]
+    return drawn
+
+
+def drawing(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
+    """What `draw` makes of empty axes, as markup; `bars` makes it as high as so many need."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    height = BAR_INCHES * bars + 0.5 if bars else SIZE[1]
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": key}):
+        figure = Figure(figsize=(SIZE[0], height), layout="constrained")
+        draw(figure.add_subplot())
+        out = io.StringIO()
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    return _for_page(out.getvalue(), key)
+
+
+def _for_page(svg: str, key: str) -> str:
+    """Markup to put into a page: no prologue, scalable, own ids, the page's colours and font."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'\bid="', f'id="{key}-', svg)
+    svg = re.sub(r'(url\(|href=")#', rf"\1#{key}-", svg)
+    svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", svg)
+    for stand_in, variable in _VARIABLES.items():
+        svg = svg.replace(stand_in, variable)
+    return re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL).replace("&#8722;", "-")
+
+
+def color(place: int) -> str:
+    """The stand-in colour of a series."""
+    return f"#03030{place % SERIES}"
+
+
+def lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
+    """Named series over layers, with a legend."""
+    for place, (name, layers, values) in enumerate(series):
+        axes.plot(
+            layers,
+            values,
+            color=color(place),
+            marker=_MARKERS[place % len(_MARKERS)],
+            markersize=3.5,
+            linewidth=1.4,
+            label=_short(name),
+        )
+    axes.set_xlabel("layer")
+    _whole_numbers(axes)
+    axes.legend()
+
+
+def _whole_numbers(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
+    lines(
+        axes,
+        [
+            (
+                candidate.member.name,
+                [layer.layer for layer in candidate.layers],
+                [100 * layer.relative.value for layer in candidate.layers],
+            )
+            for candidate in candidates
+        ],
+    )
+    axes.set_ylabel("error, %")
+    axes.set_ylim(bottom=0)
+
+
+def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
+    series = []
+    for candidate in candidates:
+        routers = [(each.layer, each.router) for each in candidate.layers if each.router]
+        layers = [layer for layer, _ in routers]
+        series.append(
+            (candidate.member.name, layers, [100 * router.overlap.value for _, router in routers])
+        )
+    lines(axes, series)
+    axes.set_ylabel("same experts, %")
+    axes.set_ylim(top=100.2)
+
+
+def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
+    low, high = math.inf, -math.inf
+    for place, candidate in enumerate(candidates):
+        found = candidate.divergence.histogram
+        edges = [found.low + found.step * n for n in range(len(found.counts) + 1)]
+        shares = [100 * count / candidate.divergence.tokens for count in found.counts]
+        name = _short(candidate.member.name)
+        if found.below:
+            name += f" ({found.below / candidate.divergence.tokens:.0%} less)"
+        axes.stairs(shares, edges, color=color(place), linewidth=1.4, label=name)
+        axes.stairs(shares, edges, color=color(place), alpha=0.15, fill=True)
+        seen = [n for n, count in enumerate(found.counts) if count]
+        if seen:
+            low, high = min(low, edges[seen[0]]), max(high, edges[seen[-1] + 1])
+    if low < high:
+        axes.set_xlim(low - 0.25, high + 0.25)
+    _whole_numbers(axes)
+    axes.set_xlabel("log10 of KLD, nats")
+    axes.set_ylabel("tokens, %")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _bars(axes: Axes, comparison: Comparison) -> None:
+    members = [comparison.source, *(each.member for each in comparison.candidates)]
+    sizes = [member.footprint.disk for member in members]
+    colors = [_GRID, *(color(place) for place in range(len(members) - 1))]
+    places, gap = range(len(members)), 0.01 * max(sizes)
+    axes.barh(places, sizes, color=colors, height=0.62)
+    for place, size in zip(places, sizes, strict=True):
+        share = f" ({size / sizes[0]:.0%})" if place else ""
+        axes.text(size + gap, place, f"{show_bytes(size)}{share}", va="center", fontsize=8)
+    axes.set_yticks(places, [_short(member.name) for member in members])
+    axes.set_xlim(0, 1.35 * max(sizes))
+    axes.set_xticks([])
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.spines[["bottom"]].set_visible(False)
+
+
+def _short(name: str) -> str:
+    """A name that fits a legend, which leaves out what begins with `_`."""
+    return (name if len(name) <= 24 else f"{name[:23]}…").lstrip("_") or "?"

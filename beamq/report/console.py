@@ -1,0 +1,272 @@
+"""How beamq writes to a terminal, a pipe or a file: the only importer of rich.
+
+Results go to stdout, all else (what is about to happen, progress) to stderr, so that
+`beamq plan --json | jq` and `beamq verify > log` work. Views hand over plain strings and `Grid`s;
+nothing in them is taken for markup. Tables are 80 columns wide wherever they are printed, so that
+the same input gives the same text; colour appears on terminals only, and never with NO_COLOR.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from beamq.errors import DiskError, printable
+from beamq.ranks import rank_here
+from beamq.units import show_bytes, show_seconds
+
+WIDTH = 80
+_BETWEEN, _LEAST_ROOM = 2, 20  # characters between columns of a table, and in its last one
+LINE_SECONDS = 30.0  # between lines of progress where no bar can be drawn
+# A rule of hyphens under the header and nothing else: the same in every encoding.
+_RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+Advance = Callable[[int, int], None]
+"""Takes bytes done and bytes in all; may be called from any thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table. A column whose name ends in `>` holds figures: right-aligned and never folded;
+    others are left-aligned and folded where they do not fit. No rows: nothing is printed."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    title: str = ""
+
+
+class Command(str):
+    """A command line to copy: printed as it is, never broken into lines."""
+
+    __slots__ = ()
+
+
+Block = str | Grid
+"""Prose (broken into lines between words, so that paths stay whole), a `Command` or a `Grid`."""
+
+
+class Screen:
+    """One command's output. `json` keeps text off stdout, `quiet` keeps messages off stderr.
+
+    Of several ranks only the first one's is seen.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self._as_json = as_json
+        self._first = rank_here() == 0
+        self._quiet = quiet or not self._first
+
+    def show(
+        self, data: Callable[[], Mapping[str, Any]], blocks: Callable[[], Iterable[Block]]
+    ) -> None:
+        """The command's result on stdout: `data` as JSON with `--json`, else `blocks` as text.
+
+        Only the one that is shown is made.
+        """
+        if not self._first:
+            return
+        if self._as_json:
+            write_json(data())
+        else:
+            _print(sys.stdout, blocks())
+
+    def say(self, *blocks: Block) -> None:
+        """Something to know while waiting, on stderr; nothing with `--quiet`."""
+        if not self._quiet:
+            _print(sys.stderr, blocks)
+
+    @contextmanager
+    def progress(self, doing: str) -> Iterator[Advance | None]:
+        """While the block runs: on a terminal a bar with rate and time left, elsewhere a line now
+        and then, so that the log of a long run shows life.
+
+        Yields what to call with bytes done and in all, or None where nobody wants to see it.
+        """
+        if self._quiet:
+            yield None
+            return
+        if not sys.stderr.isatty():
+            yield _Lines(doing).advance
+            return
+        bar = _bar(Console(file=sys.stderr, highlight=False))
+        task = bar.add_task(doing, total=None)
+
+        def advance(done: int, total: int) -> None:
+            bar.start()  # on the first call only, so that what is said before stays readable
+            bar.update(task, completed=done, total=total)
+
+        try:
+            yield advance
+        finally:
+            bar.stop()
+
+
+class _Lines:
+    """`converting: 41% (120.50 GB of 293.62 GB) after 3 min 5 s`, every `LINE_SECONDS`."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._begun = self._told = time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, done: int, total: int) -> None:
+        """May be called from any thread, as often as there is something to say."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told < LINE_SECONDS or not total:
+                return
+            self._told = now
+            with suppress(DiskError):  # a log that cannot be written to must not end the run
+                _print(
+                    sys.stderr,
+                    [
+                        f"{self._doing}: {done / total:.0%} ({show_bytes(done)} of"
+                        f" {show_bytes(total)}) after {show_seconds(now - self._begun)}"
+                    ],
+                )
+
+
+def write_json(data: Mapping[str, Any]) -> None:
+    """One JSON object on stdout, keys in the order given; NaN and infinity become null."""
+    _write(sys.stdout, json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+
+
+def _print(stream: IO[str], blocks: Iterable[Block]) -> None:
+    """Lay the blocks out for this stream, then write them at once."""
+    styled = stream.isatty() and not os.environ.get("NO_COLOR")
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=styled, width=WIDTH, highlight=False)
+    for block in blocks:
+        if isinstance(block, Grid):
+            if block.title and block.rows:
+                console.print(Text(block.title, style="bold"), soft_wrap=True)
+            if block.rows:
+                console.print(_table(block))
+            continue
+        for line in [block] if isinstance(block, Command) else _fill(block):
+            console.print(_text(line), soft_wrap=True)
+    _write(stream, "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+
+
+def _fill(prose: str) -> list[str]:
+    return textwrap.wrap(prose, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _table(grid: Grid) -> Table:
+    table = Table(
+        box=_RULED,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="",
+        show_header=any(name.strip(">") for name in grid.columns),
+    )
+    for name in grid.columns:
+        figures = name.endswith(">")
+        table.add_column(
+            Text(name.rstrip(">")),
+            justify="right" if figures else "left",
+            no_wrap=figures,
+            overflow="fold",
+        )
+    room = _last_room(grid)
+    for row in grid.rows:
+        table.add_row(*map(_text, row[:-1]), _in_pieces(_text(row[-1]), room))
+    return table
+
+
+def _last_room(grid: Grid) -> int:
+    """Characters that a last column of text has if the others are as wide as their cells.
+
+    The whole width where that is next to nothing: the others are folded then, or these are
+    figures, which are never folded.
+    """
+    others = list(zip(grid.columns, *grid.rows, strict=True))[:-1]
+    room = WIDTH - sum(max(map(len, cells)) + _BETWEEN for cells in others)
+    return room if room >= _LEAST_ROOM and not grid.columns[-1].endswith(">") else WIDTH
+
+
+def _in_pieces(text: Text, room: int) -> Text:
+    """Words that do not fit a line broken behind a dot or slash; rich would break them anywhere,
+    and leave a colon alone on the next line."""
+    pieces = []
+    for word in text.plain.split(" "):
+        rest = word
+        while len(rest) > room and (cut := max(rest.rfind(mark, 0, room) for mark in "./")) > 0:
+            pieces.append(rest[: cut + 1] + "\n")
+            rest = rest[cut + 1 :]
+        pieces.append(rest + " ")
+    return Text("".join(pieces)[:-1])
+
+
+def _text(words: str) -> Text:
+    """Words as they are; what would steer a terminal is shown, not sent."""
+    return Text(printable(words, len(words)))
+
+
+def _write(stream: IO[str], text: str) -> None:
+    """Write and flush now. A reader that has gone is not our fault, nor worth a message."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except BrokenPipeError:
+        _discard(stream)
+    except OSError as fault:
+        _discard(stream)
+        raise DiskError(f"{stream.name}: writing failed: {fault.strerror}; free space") from fault
+
+
+def _discard(stream: IO[str]) -> None:
+    """Point the stream at nothing, or Python would report the fault again on its way out."""
+    try:
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+    except OSError:  # a stream without a file behind it
+        return

@@ -1,0 +1,527 @@
+"""The model card (`README.md` of an output): Hub metadata and facts, each taken from the run.
+
+In: the plan, the origin of the source, the record of the input scales. Out: Markdown with YAML
+front matter. No figure or claim is typed by hand: formats, shares and sizes come from the plan's
+jobs, calibration from the manifest's own record, commands from `card.serving`. Paths of this
+machine never appear.
+
+The section between two markers is for the comparison with the source, which is measured later and
+put there by `card_with_comparison`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from beamq.beam.tensors import PRECISE_FP32, Role
+from beamq.errors import CheckpointError, UsageError
+from beamq.io.checkpoint import HUB_STAMP, Checkpoint
+from beamq.io.files import parse_yaml, read_small
+from beamq.io.hub import parse_hub_id
+from beamq.io.shard_writer import write_file
+from beamq.plan.plan import Plan
+from beamq.plan.serving import GPUS, KV_ITEMSIZE, fit, model_weights
+from beamq.units import show_bytes, show_count
+from beamq.version import __version__
+
+# A card's front matter: what the Hub and its search read (base model, licence, library, tags).
+#
+# In: where the source came from, its config and its own card. Out: a mapping that is valid Hub
+# metadata, and `Origin`, what the card's text may say of the source. Never a path of this machine:
+# a base model is named only if it is an id on the Hub, given by the user, the SOURCE itself, or the
+# config's `_name_or_path` where that cannot be taken for a folder.
+
+MAX_CARD_BYTES = 1 << 20
+LAYOUT_TAGS = {"nvfp4": "modelopt", "fp8": "compressed-tensors"}
+# transformers has no loader for ModelOpt's NVFP4, so its snippet on the Hub would not work.
+LIBRARIES = {"nvfp4": "vllm", "fp8": "transformers"}
+ENGINE_TAGS = ("vllm", "sglang")
+# First parts of a relative path that is spelled like a Hub id.
+_FOLDERS = {
+    "checkpoint", "checkpoints", "ckpt", "ckpts", "data", "exp", "experiments", "home", "local",
+    "logs", "mnt", "model", "models", "out", "output", "outputs", "results", "root", "run", "runs",
+    "save", "saved", "scratch", "tmp", "train", "trained", "user", "users", "work", "workspace",
+}  # fmt: skip
+_STEP = re.compile(r"(checkpoint|ckpt|epoch|global_step|iter|step)[-_]?\d+", re.IGNORECASE)
+_LINK = re.compile(r"https?://[^\s]{1,500}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What may be said of the source. `repo` and `commit` are set when it was read from the Hub."""
+
+    base_model: str | None = None
+    repo: str | None = None
+    commit: str | None = None
+    front: Mapping[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, str]:
+        """For beamq.json."""
+        found = {"base_model": self.base_model, "repo": self.repo, "commit": self.commit}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def check_base_model(text: str | None) -> None:
+    """Raise `UsageError` if `--base-model` is not an id on the Hub."""
+    if text is not None:
+        found = parse_hub_id(text)
+        if found is None or found.revision is not None:
+            raise UsageError(f"--base-model {text!r}: expected an id on the Hub, org/name")
+
+
+def trace_origin(source: Checkpoint, fingerprint: str, base_model: str | None = None) -> Origin:
+    """Look at the source's fingerprint, config and card."""
+    repo = commit = None
+    if fingerprint.startswith(HUB_STAMP):
+        repo, _, commit = fingerprint.removeprefix(HUB_STAMP).partition("@")
+    named = source.config.get("_name_or_path")
+    if not isinstance(named, str) or could_be_path(named):
+        named = None
+    return Origin(
+        base_model=base_model or repo or named,
+        repo=repo,
+        commit=commit,
+        front=front_matter(source.source.path("README.md"))
+        if source.source.has("README.md")
+        else {},
+    )
+
+
+def could_be_path(text: str) -> bool:
+    """Whether a name may be a folder rather than an id on the Hub."""
+    found = parse_hub_id(text)
+    if found is None or found.revision is not None:
+        return True
+    first, _, last = text.partition("/")
+    return first.lower() in _FOLDERS or bool(_STEP.search(last)) or Path(text).exists()
+
+
+def front_matter(card: Path) -> dict[str, Any]:
+    """YAML front matter of a card, or nothing if absent or unreadable."""
+    try:
+        text = read_small(card, CheckpointError, MAX_CARD_BYTES).decode("utf-8")
+        parsed = parse_yaml(text[3:].split("\n---", 1)[0]) if text.startswith("---") else None
+    except (CheckpointError, ValueError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def hub_metadata(
+    plan: Plan, origin: Origin, input_scales: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Front matter as the Hub defines it; licence and language inherited from the source's card."""
+    fmt = plan.recipe.format
+    data: dict[str, Any] = {}
+    if origin.base_model is not None:
+        data["base_model"] = origin.base_model
+        data["base_model_relation"] = "quantized"
+    data.update(_licence(plan, origin.front))
+    if (language := _words(origin.front.get("language"))) is not None:
+        data["language"] = language
+    data["library_name"] = LIBRARIES[fmt]
+    pipeline = origin.front.get("pipeline_tag")
+    data["pipeline_tag"] = pipeline if _word(pipeline) else "text-generation"
+    engines = ENGINE_TAGS if is_servable(plan) else ()
+    data["tags"] = ["beam", fmt, LAYOUT_TAGS[fmt], "beamq", *engines]
+    if datasets := calibration_datasets(input_scales or {}):
+        data["datasets"] = datasets
+    return data
+
+
+def is_servable(plan: Plan) -> bool:
+    """Whether the folder has no tensors besides Beam's, at which the engines would stop."""
+    return not plan.parameters[Role.EXTRA.value]
+
+
+def calibration_datasets(input_scales: Mapping[str, Any]) -> list[str]:
+    """Hub ids of the data the input scales were calibrated on."""
+    names = [
+        source.get("name")
+        for record in input_scales.get("data") or ()
+        for source in record.get("sources") or ()
+        if source.get("kind") == "hub"
+    ]
+    return sorted({name for name in names if isinstance(name, str)})
+
+
+def _licence(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if (licence := _words(front.get("license"))) is not None:
+        found["license"] = licence
+    if _word(name := front.get("license_name")):
+        found["license_name"] = name
+    link = front.get("license_link")
+    beside = {companion.target for companion in plan.companions}
+    if isinstance(link, str) and (_LINK.fullmatch(link) or link in beside):
+        found["license_link"] = link
+    return found
+
+
+def _word(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 100 and "\n" not in value
+
+
+def _words(value: Any) -> str | list[str] | None:
+    """A word or a list of words, as the Hub takes for licence and language."""
+    if _word(value):
+        return str(value)
+    if isinstance(value, list) and value and all(_word(item) for item in value):
+        return [str(item) for item in value]
+    return None
+
+
+# A card's section on serving: command lines, and the GPUs they are for.
+#
+# In: a plan. Out: Markdown. What the engines demand of each format is the table `ENGINES`; it was
+# read out of the versions named there and is marked as such. How many GPUs hold the model is
+# arithmetic on config.json (`beamq.plan.serving`). Nothing here was measured.
+
+DEFAULT_CONTEXT = 131_072
+COUNTS = (1, 2, 4, 8)
+READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How an engine takes a format. `gpus` are names in `machines.GPUS`; `notes` are its limits."""
+
+    name: str
+    command: str
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+_BLACKWELL = ("b200", "b300")
+_FP8_GPUS = ("h100", "h200", "b200", "b300")
+ENGINES: dict[str, tuple[Engine, ...]] = {
+    "nvfp4": (
+        Engine(
+            name="vLLM",
+            command="vllm serve $MODEL --tensor-parallel-size {count}",
+            gpus=_BLACKWELL,
+            notes=(
+                "its NVFP4 expert kernels are for Blackwell data-centre GPUs; on others it chooses"
+                " among further kernels, which was not tried",
+            ),
+        ),
+        Engine(
+            name="SGLang",
+            command="python -m sglang.launch_server --model-path $MODEL --tp {count}"
+            " --moe-runner-backend flashinfer_trtllm",
+            gpus=_BLACKWELL,
+            notes=(
+                "needs Blackwell: for an NVFP4 Beam it accepts the flashinfer_trtllm runner only,"
+                " and refuses that on H100 and H200",
+            ),
+        ),
+    ),
+    "fp8": (
+        Engine(
+            name="vLLM",
+            command="vllm serve $MODEL --tensor-parallel-size {count}",
+            gpus=_FP8_GPUS,
+            notes=(),
+        ),
+        Engine(
+            name="SGLang",
+            command="python -m sglang.launch_server --model-path $MODEL --tp {count}",
+            gpus=_FP8_GPUS,
+            notes=("for an FP8 Beam its expert runner must be auto (as here) or triton",),
+        ),
+    ),
+}
+_TRANSFORMERS = {
+    "nvfp4": "transformers has no loader for this layout.",
+    "fp8": "transformers loads it too, but decodes the experts to BF16 in memory.",
+}
+_KV_FP8 = (
+    "The configs declare an FP8 KV cache: vLLM's `--kv-cache-dtype auto` takes it, SGLang's Beam"
+    " ignores it."
+)
+
+
+def serving_section(plan: Plan) -> str:
+    """The section, heading included."""
+    if not is_servable(plan):
+        return (
+            "## Serving\n\nThe source holds tensors that are not Beam's, and they were kept. vLLM"
+            " and SGLang stop at names they do not know, so this folder is not served as it is.\n"
+        )
+    fmt = plan.recipe.format
+    lines = ["## Serving", "", "`MODEL` is this repository's id, or a folder with its files.", ""]
+    for engine in ENGINES[fmt]:
+        lines += [f"**{engine.name}**", "", "```", *_commands(plan, engine), "```", ""]
+        lines += [f"{note[0].upper()}{note[1:]}." for note in engine.notes]
+        lines += [""] if engine.notes else []
+    lines += [_TRANSFORMERS[fmt]]
+    if plan.recipe.kv_cache == "fp8":
+        lines += [_KV_FP8]
+    lines += [
+        "",
+        f"What the engines demand was read in {READ_VERSIONS}; these commands were not run on the"
+        f" GPUs named. GPU counts are computed from config.json for {_context(plan):,} tokens of"
+        " context.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _context(plan: Plan) -> int:
+    return min(DEFAULT_CONTEXT, plan.config.max_position_embeddings)
+
+
+def _commands(plan: Plan, engine: Engine) -> list[str]:
+    """One line for each number of GPUs, with the GPUs of which that many are needed."""
+    wanted: dict[int, list[str]] = {}
+    for gpu in GPUS:
+        if gpu.name in engine.gpus and (count := smallest_tensor_parallel(plan, gpu.name)):
+            wanted.setdefault(count, []).append(gpu.label)
+    if not wanted:
+        return [engine.command.format(count="N"), f"# more than {COUNTS[-1]} GPUs of any kind"]
+    lines = []
+    for count, labels in sorted(wanted.items()):
+        lines += [f"# {count} x {' or '.join(labels)}", engine.command.format(count=count)]
+    return lines
+
+
+def smallest_tensor_parallel(plan: Plan, name: str) -> int | None:
+    """The fewest GPUs of a kind that hold the model and one context, tensor parallel."""
+    weights = model_weights(plan.config, plan.recipe.format, plan.units)
+    gpu = next(gpu for gpu in GPUS if gpu.name == name)
+    itemsize = KV_ITEMSIZE["fp8" if plan.recipe.kv_cache == "fp8" else "bf16"]
+    for count in COUNTS:
+        found = fit(weights, gpu, count, "tensor", context=_context(plan), kv_itemsize=itemsize)
+        if found is not None and found.fits:
+            return count
+    return None
+
+
+FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8"}
+PART_NAMES = {
+    Role.EMBEDDING: "embeddings",
+    Role.ATTENTION: "attention",
+    Role.ATTENTION_EXTRA: "attention norms and gate biases",
+    Role.NORM: "norms",
+    Role.DENSE_MLP: "dense MLPs",
+    Role.EXPERT: "routed experts",
+    Role.ROUTER: "routers",
+    Role.ROUTER_BIAS: "router biases",
+    Role.HEAD: "head",
+    Role.EXTRA: "tensors that are not Beam's",
+}
+_FORMAT_TEXTS = {
+    "nvfp4": "NVFP4 weights and activations (4-bit values, an FP8 scale for every 16, ModelOpt's"
+    " layout)",
+    "fp8": "FP8 weights (E4M3, one FP32 scale a row) and activations (scaled per token when"
+    " served), compressed-tensors' layout",
+}
+_SCALES_TEXTS = {
+    "max": "from the largest value of each block (`max`)",
+    "sweep": "for each block the stored scale near that of its largest value which gives the least"
+    " squared error (`sweep`)",
+}
+_METHOD_TEXTS = {
+    None: [],
+    "gptq": ["", "Experts: rounded by GPTQ with the activations of the calibration text."],
+    "second-moment": ["", "Experts: errors weighed by the second moments of calibrated inputs."],
+}
+COMPARISON_BEGIN = "<!-- beamq: comparison -->"
+COMPARISON_END = "<!-- beamq: end of comparison -->"
+_COMPARISON = re.compile(f"{COMPARISON_BEGIN}.*?{COMPARISON_END}", re.DOTALL)
+_NOT_COMPARED = "Not measured yet."
+
+
+def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> str:
+    """The card as Markdown with YAML front matter."""
+    import yaml  # only where a card is written
+
+    front = yaml.safe_dump(
+        hub_metadata(plan, origin, input_scales), sort_keys=False, allow_unicode=True
+    )
+    sections = [
+        _introduction(plan, origin),
+        _parts_section(plan),
+        _calibration_section(plan, input_scales),
+        _size_section(plan),
+        _comparison_section(_NOT_COMPARED),
+        serving_section(plan),
+        _provenance_section(plan, origin),
+    ]
+    return f"---\n{front}---\n\n" + "\n".join(section for section in sections if section)
+
+
+def card_with_comparison(folder: Path, table: str) -> None:
+    """Put a comparison's Markdown into the card of a folder, in place of an earlier one.
+
+    A card without the place for it (somebody's own) gets it at its end. Raises `CheckpointError`
+    if there is no card.
+    """
+    path = folder / "README.md"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as fault:
+        raise CheckpointError(f"{path}: no card to write the comparison into ({fault})") from None
+    section = _comparison_section(table)
+    block = section[section.index(COMPARISON_BEGIN) :].rstrip("\n")
+    if _COMPARISON.search(text):
+        text = _COMPARISON.sub(lambda _: block, text, count=1)
+    else:
+        text = f"{text.rstrip()}\n\n{section}"
+    write_file(path, text.encode(), resumable=False)
+
+
+def _comparison_section(content: str) -> str:
+    return (
+        f"## Comparison with the source\n\n{COMPARISON_BEGIN}\n{content.strip()}\n"
+        f"{COMPARISON_END}\n"
+    )
+
+
+def _introduction(plan: Plan, origin: Origin) -> str:
+    name = FORMAT_NAMES[plan.recipe.format]
+    if origin.base_model is None:
+        return f"# Beam in {name}\n\nA Beam in {_FORMAT_TEXTS[plan.recipe.format]}.\n"
+    base = origin.base_model
+    return (
+        f"# {base.partition('/')[2]} in {name}\n\n[{base}](https://huggingface.co/{base}) in"
+        f" {_FORMAT_TEXTS[plan.recipe.format]}.\n"
+    )
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Text of strangers: one line, no table or HTML of its own."""
+    flat = " ".join(text.split())
+    return flat.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def _parts_section(plan: Plan) -> str:
+    rows = [
+        (
+            PART_NAMES[role],
+            show_count(plan.parameters[role.value]),
+            f"{plan.parameters[role.value] / plan.total_parameters:.1%}",
+            stored,
+        )
+        for role, stored in _stored_as(plan)
+    ]
+    share = plan.quantized_parameters / plan.total_parameters
+    lines = [
+        "## What is quantized",
+        "",
+        f"Recipe `{plan.recipe.name}`: {_cell(plan.recipe.summary).rstrip('.')}. {share:.1%} of the"
+        " weights are quantized.",
+        "",
+        _table(("part", "parameters", "share", "stored as"), rows),
+    ]
+    if plan.recipe.format == "nvfp4":
+        lines += ["", f"Block scales: {_SCALES_TEXTS[plan.recipe.scales]}."]
+        lines += _METHOD_TEXTS[plan.recipe.expert_method]
+    spared = sorted({unit for exclusion in plan.exclusions for unit in exclusion.units})
+    for role in dict.fromkeys(role for _, role in spared):
+        layers = ", ".join(str(layer) for layer, other in spared if other is role)
+        lines += ["", f"Left precise on request: {PART_NAMES[role]} of layers {layers}."]
+    return "\n".join(lines) + "\n"
+
+
+def _stored_as(plan: Plan) -> Iterator[tuple[Role, str]]:
+    """Every role the model has, and the formats its tensors are stored in."""
+    found: dict[Role, dict[str, None]] = {}
+    for job in plan.jobs:
+        for member in job.members:
+            role = member.role.role
+            if member.source.spec.name == "lm_head.weight":
+                role = Role.HEAD
+            if job.kind in FORMAT_NAMES:
+                kind = FORMAT_NAMES[job.kind]
+            elif role is Role.EXTRA:
+                kind = "as in the source"
+            else:
+                kind = "FP32" if role in PRECISE_FP32 else "BF16"
+            found.setdefault(role, {})[kind] = None
+    for role in Role:
+        if role in found:
+            yield role, " and ".join(sorted(found[role], reverse=True))
+
+
+def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:
+    if plan.recipe.format == "fp8":
+        return ""
+    lines = ["## Calibration", "", f"Input scales: {_cell(str(record.get('description')))}."]
+    rows = [
+        (
+            str(source.get("name")),
+            str(source.get("kind")),
+            f"{source.get('documents', 0):,}",
+            f"{source.get('tokens', 0):,}",
+            str(source.get("digest"))[:16],
+        )
+        for data in record.get("data") or ()
+        for source in data.get("sources") or ()
+    ]
+    for data in record.get("data") or ():
+        lines += [
+            "",
+            f"{data.get('samples')} rows of {data.get('sequence_length')} tokens, seed"
+            f" {data.get('seed')}, activations in {data.get('activations', 'unknown')}.",
+        ]
+    if rows:
+        lines += ["", _table(("data", "kind", "documents", "tokens", "digest"), rows)]
+    lines += _coverage_lines(record)
+    return "\n".join(lines) + "\n"
+
+
+def _coverage_lines(record: Mapping[str, Any]) -> list[str]:
+    reached = record.get("coverage")
+    if not isinstance(reached, Mapping):
+        return []
+    lines = [
+        "",
+        f"{reached.get('calibrated', 0):,} of {reached.get('experts', 0):,} experts saw tokens"
+        f" ({reached.get('percent', 0.0):.1f}%); the others have the scale of their layer.",
+    ]
+    layers = reached.get("layers") or ()
+    if layers:
+        least = min(layers, key=lambda layer: layer["tokens_min"])
+        lines += [
+            f"Least used: an expert of layer {least['layer']} with {least['tokens_min']:,} tokens"
+            f" (median there {least['tokens_median']:,.0f})."
+        ]
+    if dropped := record.get("dropped_tokens"):
+        lines += [f"{dropped:,} tokens were left out because activations were not finite."]
+    return lines
+
+
+def _size_section(plan: Plan) -> str:
+    rows = [
+        ("source", show_bytes(plan.source_nbytes), _bits(plan, plan.source_nbytes)),
+        ("this", show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}"),
+    ]
+    return "## Size\n\n" + _table(("", "tensors", "bits a weight"), rows) + "\n"
+
+
+def _bits(plan: Plan, nbytes: int) -> str:
+    return f"{8 * nbytes / plan.total_parameters:.2f}"
+
+
+def _provenance_section(plan: Plan, origin: Origin) -> str:
+    lines = ["## Provenance", "", f"Made with beamq {__version__}."]
+    if origin.repo is not None and origin.commit is not None:
+        lines += [f"Source: {origin.repo} at commit `{origin.commit}`."]
+    licence = origin.front.get("license")
+    lines += [
+        "The licence is the source's." if licence else "The source's card states no licence.",
+        "`beamq.json` holds the recipe, versions, digests and the checksum of every tensor;"
+        " `beamq verify` checks them.",
+    ]
+    if any(companion.target == "README.source.md" for companion in plan.companions):
+        lines += ["The source's own card is kept as `README.source.md`."]
+    lines += [f"Note: {_cell(note)}." for note in plan.notes]
+    return "\n".join(lines) + "\n"

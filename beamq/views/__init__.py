@@ -1,1 +1,0 @@
-"""What commands print: results as tables and lines."""
