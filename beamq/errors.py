@@ -62,7 +62,7 @@ class BeamqError(Exception):
 
     exit_code: ClassVar[int] = 1
     remedy: ClassVar[str] = "Run with `--debug` and report it."
-    told_by_first: bool = False  # of several ranks, the first one tells this as well
+    reported_by_rank_0: bool = False  # of several ranks, the first one tells this as well
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message, MAX_MESSAGE))

@@ -29,7 +29,7 @@ from beamq.errors import BeamqError, EnvironmentFault, Interrupted, UsageError, 
 
 LAST_PORT = 65535
 MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
-TOLD_SECONDS, PATIENCE_SECONDS = 15.0, 600.0  # a silent wait; all of the wait for a start
+NOTICE_SECONDS, PATIENCE_SECONDS = 15.0, 600.0  # a silent wait; all of the wait for a start
 _TURN_SECONDS = 0.2
 _LOG = logging.getLogger("beamq")
 
@@ -37,7 +37,7 @@ _LOG = logging.getLogger("beamq")
 def enter_group(world: int) -> None:
     """Enter the process group: gloo for what lies on the host, NCCL for what lies on GPUs.
 
-    Says what it waits for after `TOLD_SECONDS`. Raises `EnvironmentFault` where the host is not
+    Says what it waits for after `NOTICE_SECONDS`. Raises `EnvironmentFault` where the host is not
     known, where the processes cannot meet, and where one has not come in `PATIENCE_SECONDS`.
     """
     import torch
@@ -88,7 +88,7 @@ def _in_turns(step: Callable[[], None], awaited: str) -> None:
                 f"waited {PATIENCE_SECONDS / 60:.0f} minutes for {awaited}: not all came; start"
                 " them all, with the same address and port"
             )
-        if waited > TOLD_SECONDS and not told and thread.is_alive():
+        if waited > NOTICE_SECONDS and not told and thread.is_alive():
             told = True
             _LOG.warning("waiting for %s ...", awaited)
     if raised:
@@ -292,7 +292,7 @@ def _alike(first: str | None, error: BaseException) -> bool:
 def _told(error: Any) -> Any:
     """`error`, marked as one that the first rank tells of as well."""
     if isinstance(error, BeamqError):
-        error.told_by_first = True
+        error.reported_by_rank_0 = True
     return error
 
 

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole, expected_tensors
+from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, expected_tensors
 
 POOL_VALUES = 1 << 22
 STANDARD_DEVIATION = 0.02
@@ -112,7 +112,7 @@ class _Tensor:
 
     @property
     def dtype(self) -> str:
-        return "F32" if self.role.role in PRECISE_FP32 else "BF16"
+        return "F32" if self.role.role in FP32_ROLES else "BF16"
 
     @property
     def numel(self) -> int:

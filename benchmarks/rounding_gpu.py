@@ -31,7 +31,7 @@ from beamq.calib.expert_rounding import GROUPS, ExpertMoments, ExpertRounding, c
 from beamq.formats import gptq
 from beamq.formats.kernels import gpu, triton_sweep
 from beamq.formats.nvfp4 import global_scale_from_amax
-from beamq.model.expert_parallel import Alone
+from beamq.model.expert_parallel import SingleProcess
 from beamq.model.forward import VisitedLayer
 from beamq.model.gemm.reference import DenseWeight, ReferenceGemm
 from beamq.model.moe import Dispatch, ExpertSlice
@@ -95,7 +95,7 @@ def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> Visited
         parts=lambda: [part],
         inputs=inputs,
         rows_E=(each * batches,) * experts,
-        exchange=Alone(config),
+        exchange=SingleProcess(config),
         device=device,
     )
 

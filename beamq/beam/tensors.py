@@ -36,7 +36,7 @@ class Role(StrEnum):
 QUANTIZABLE = (Role.ATTENTION, Role.DENSE_MLP, Role.EXPERT)
 """Roles of the linears that a recipe may quantize. All else stays precise, always."""
 
-PRECISE_FP32 = (Role.ROUTER, Role.ROUTER_BIAS)
+FP32_ROLES = (Role.ROUTER, Role.ROUTER_BIAS)
 """Roles whose source bits are kept as they are, never cast."""
 
 

@@ -31,7 +31,7 @@ from beamq.calib.state import RunState, Saved
 from beamq.calib.statistics import CalibrationStats
 from beamq.io.checkpoint import Checkpoint
 from beamq.model.attention import SequenceLayout
-from beamq.model.expert_parallel import Alone, ExpertExchange, exchange_for
+from beamq.model.expert_parallel import ExpertExchange, SingleProcess, exchange_for
 from beamq.model.forward import Batch, run_layers
 from beamq.model.gemm.reference import Gemm
 from beamq.model.gemm.select import gemm_backend
@@ -177,7 +177,7 @@ class CalibrationPass:
         if saved is not None and self._visit is not None and min(self._visit.wanted) <= saved.layer:
             saved = None  # experts behind it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
-        alone = isinstance(exchange, Alone)
+        alone = isinstance(exchange, SingleProcess)
         plain = self._device.type == "cpu" and self._options.gemm == "auto"
         gemm = gemm_backend("reference" if plain else self._options.gemm)
         with SuppliedLoader(

@@ -84,7 +84,7 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
         remedy = "please report it" if debug else "run with --debug and report it"
         text = f"internal error: {type(error).__name__}: {printable(str(error))}; {remedy}"
     rank = rank_here()
-    if rank and _told_by_first(error):
+    if rank and _reported_by_rank_0(error):
         return code
     _write(sys.stderr, _lines(f"rank {rank}: error: {text}" if rank else f"error: {text}"))
     if as_json and not rank:
@@ -93,12 +93,14 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
     return code
 
 
-def _told_by_first(error: BaseException) -> bool:
+def _reported_by_rank_0(error: BaseException) -> bool:
     """All ranks have the same command line and, of torchrun, the same signals; of the rest `Ranks`
     knows."""
     if isinstance(error, Interrupted) and "LOCAL_RANK" in os.environ:
         return True
-    return isinstance(error, UsageError) or (isinstance(error, BeamqError) and error.told_by_first)
+    return isinstance(error, UsageError) or (
+        isinstance(error, BeamqError) and error.reported_by_rank_0
+    )
 
 
 def _lines(text: str) -> str:

@@ -132,7 +132,7 @@ class RoleSum:
 def role_sums(plan: Plan) -> list[RoleSum]:
     """Sums by role, in the order of `Role`, of the roles that the source has."""
 
-    from beamq.beam.tensors import PRECISE_FP32, Role
+    from beamq.beam.tensors import FP32_ROLES, Role
 
     sums = {role: RoleSum(role) for role in Role}
     for job in plan.jobs:
@@ -150,7 +150,7 @@ def role_sums(plan: Plan) -> list[RoleSum]:
             elif role is Role.EXTRA:
                 entry.becomes.add("as it is")
             else:
-                entry.becomes.add("FP32" if role in PRECISE_FP32 else "BF16")
+                entry.becomes.add("FP32" if role in FP32_ROLES else "BF16")
     for role, entry in sums.items():
         entry.parameters = plan.parameters[role.value]
     return [entry for entry in sums.values() if entry.tensors]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
+from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import CpuEngines
 from beamq.convert.finalise import build_index, shard_manifest, write_manifest
@@ -245,7 +245,7 @@ def _copy(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> Draft:
     if role.role is not Role.EXTRA:
         if dtype not in ("BF16", "F16", "F32"):
             raise TensorError(f"{spec.name}: {dtype} without a weight_scale; cannot be decoded")
-        dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
+        dtype = "F32" if role.role in FP32_ROLES else "BF16"
     whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
     return Draft(
         kind="copy", group=spec.name, members=[(role, whole, ((spec.name, dtype, shape),))]

@@ -27,7 +27,7 @@ from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_id
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import publish
-from beamq.io.source import NoSupply, Supply
+from beamq.io.source import NoPrefetch, Prefetch
 from beamq.plan.plan import Job, Work
 from beamq.ranks import Ranks, share
 from beamq.signals import short_turns, stop_on_signals
@@ -124,7 +124,7 @@ class Crew:
         self._input_scale = input_scale
         self._advance = advance
         self._stop = stop
-        self._supply: Supply = NoSupply()
+        self._prefetch: Prefetch = NoPrefetch()
 
     def run(self) -> None:
         """Convert all jobs. Raises `Interrupted` if `stop` was set; failures go to `shards`."""
@@ -135,7 +135,7 @@ class Crew:
             )
             for number in range(self._workers)
         ]  # fmt: skip
-        with self._checkpoint.supply([job.files for job in self._jobs]) as self._supply:
+        with self._checkpoint.prefetch([job.files for job in self._jobs]) as self._prefetch:
             for thread in workers:
                 thread.start()
             try:
@@ -165,9 +165,9 @@ class Crew:
             writer = self._shards.writer(job.shard)
             if ahead is not None:
                 self._read_ahead(self._jobs[ahead])
-            self._supply.wait(index, self._stop.is_set)
+            self._prefetch.wait(index, self._stop.is_set)
             self._shards.add(job, engine.run(job, writer))
-            self._supply.finish(index)
+            self._prefetch.finish(index)
 
     def _read_ahead(self, job: Job) -> None:
         for member in job.members:

@@ -27,7 +27,7 @@ from beamq.io.files import read_json_object, user_path
 from beamq.io.hub import hub_source, open_repo
 from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
-from beamq.io.source import INDEX_NAME, LocalFiles, SourceFiles, Supply, check_index, weight_files
+from beamq.io.source import INDEX_NAME, LocalFiles, Prefetch, SourceFiles, check_index, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -94,9 +94,9 @@ class Checkpoint:
             for begin in range(0, len(wanted), 2 * parallel):
                 yield from pool.map(peek, wanted[begin : begin + 2 * parallel])
 
-    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+    def prefetch(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Prefetch]:
         """Around a loop over jobs, each of which reads the shards named; see `SourceFiles`."""
-        return self.source.supply(jobs)
+        return self.source.prefetch(jobs)
 
     def read(self, name: str) -> bytearray:
         """All bytes of one tensor, in a new buffer."""

@@ -4,7 +4,7 @@ In: a pinned `HubRepo`. What a command costs follows from what it reads:
 
     headers, a few bytes (`header`, `peek`)    range requests, several at once; nothing on disk
     configs, tokenizer (`path`, `folder`)      the shared Hub cache, where they stay
-    a conversion (`supply`)                    shards ahead of the jobs, dropped behind them
+    a conversion (`prefetch`)                  shards ahead of the jobs, dropped behind them
     anything else (`read`)                     shards on demand, the longest unused dropped first
 
 Shards that the Hub cache has already are read there, and count against no budget. Others lie in
@@ -27,7 +27,7 @@ from beamq.errors import CheckpointError, HubError
 from beamq.io.files import OpenFiles
 from beamq.io.hub import HubRepo
 from beamq.io.safetensors_header import parse_header, read_header
-from beamq.io.shard_cache import DemandCache, ShardSupply
+from beamq.io.shard_cache import LruCache, Prefetcher
 from beamq.io.source import Header, travels
 
 FIRST_BYTES = 1 << 17  # holds the header of almost every shard
@@ -55,8 +55,8 @@ class HubFiles:
         self._cached: dict[str, Path | None] = {}
         self._small_reads: Counter[str] = Counter()
         self._open = OpenFiles(Path(), self._locate)
-        self._supply: ShardSupply | None = None
-        self._demand: DemandCache | None = None
+        self._prefetch: Prefetcher | None = None
+        self._demand: LruCache | None = None
 
     def folder(self) -> Path:
         """The snapshot in the Hub cache, with every file that travels with the weights."""
@@ -113,7 +113,7 @@ class HubFiles:
         """From disk if the shard is there, by a request if little is asked for, else fetch it."""
         if self._here(file):
             self._open.read(file, offset, out, name)
-        elif self._supply is not None or (out.nbytes <= PEEK_BYTES and self._is_rare(file)):
+        elif self._prefetch is not None or (out.nbytes <= PEEK_BYTES and self._is_rare(file)):
             out[:] = self.repo.read_range(file, offset, out.nbytes)
         else:
             with self._on_demand().hold(file):
@@ -135,12 +135,12 @@ class HubFiles:
         return {file: self.repo.files[file] for file in self._headers if not self._in_cache(file)}
 
     @contextmanager
-    def supply(self, jobs: Sequence[Collection[str]]) -> Iterator[ShardSupply]:
-        """Fetch ahead of the jobs; see `ShardSupply`."""
+    def prefetch(self, jobs: Sequence[Collection[str]]) -> Iterator[Prefetcher]:
+        """Fetch ahead of the jobs; see `Prefetcher`."""
         self._end_demand()
         self._clear("demand")
         sizes = self.missing_nbytes()
-        supply = ShardSupply(
+        ahead = Prefetcher(
             [[file for file in files if file in sizes] for files in jobs],
             sizes=sizes,
             folder=self._place() / "ahead",
@@ -148,12 +148,12 @@ class HubFiles:
             fetch=self._fetch,
             forget=self._open.forget,
         )
-        with supply:
-            self._supply = supply
+        with ahead:
+            self._prefetch = ahead
             try:
-                yield supply
+                yield ahead
             finally:
-                self._supply = None
+                self._prefetch = None
 
     def stamp(self, shards: Sequence[str]) -> str:
         """The commit: it fixes every byte."""
@@ -194,14 +194,14 @@ class HubFiles:
         """Whether reading needs no request, and will not while the caller's job runs."""
         if self._in_cache(file):
             return True
-        supply = self._supply
-        return supply is not None and (supply.folder / file).exists()
+        ahead = self._prefetch
+        return ahead is not None and (ahead.folder / file).exists()
 
     def _locate(self, file: str) -> Path:
         cached = self._cached.get(file)
         if cached is not None:
             return cached
-        source = self._supply or self._demand
+        source = self._prefetch or self._demand
         return (source.folder if source is not None else Path()) / file
 
     def _place(self) -> Path:
@@ -216,11 +216,11 @@ class HubFiles:
         if self._cache_folder is not None:
             shutil.rmtree(self._cache_folder / kind, ignore_errors=True)
 
-    def _on_demand(self) -> DemandCache:
+    def _on_demand(self) -> LruCache:
         with self._lock:
             if self._demand is None:
                 self._clear("ahead")
-                self._demand = DemandCache(
+                self._demand = LruCache(
                     self._place() / "demand",
                     f"{self.repo.asked.repo.replace('/', '--')}-{self.repo.commit[:12]}",
                     sizes=self.repo.files,

@@ -3,9 +3,9 @@
 In: the files each job reads, in the order jobs are taken, and how to fetch one. Out: `wait(job)`
 returns when a job's files are on disk; `finish(job)` lets go of them.
 
-A few threads do what `FetchOrder` says. A whole shard lies in the folder under its own name (the
-download renames it into place), so a run that was killed finds what it had and goes on. The bytes
-of a fetch that was cut off are lost: huggingface_hub gives no way to keep them.
+A few threads do what `EvictionPolicy` says. A whole shard lies in the folder under its own name
+(the download renames it into place), so a run that was killed finds what it had and goes on. The
+bytes of a fetch that was cut off are lost: huggingface_hub gives no way to keep them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOCK_NAME = ".lock"
 Fetcher = Callable[[str, Path, Callable[[], bool]], Path]
 
 
-class DemandCache:
+class LruCache:
     """`hold(file)` is a context in which the file is at `folder / file`. Thread safe."""
 
     def __init__(
@@ -184,7 +184,7 @@ def _lock(folder: Path) -> int | None:
 # Which shard to fetch next and which to drop, when the disk holds only some of them.
 #
 # In: for each job, in the order jobs are taken, the shards it reads; their sizes; a budget in
-# bytes. Out: decisions, one at a time. Nothing here waits, downloads or deletes: `ShardSupply`
+# bytes. Out: decisions, one at a time. Nothing here waits, downloads or deletes: `Prefetcher`
 # does.
 #
 # Shards are fetched in the order jobs need them, as far ahead as the budget allows, and dropped
@@ -213,7 +213,7 @@ class Drop:
     file: str
 
 
-class FetchOrder:
+class EvictionPolicy:
     """The state of one run. Not thread safe."""
 
     def __init__(
@@ -344,7 +344,7 @@ def check_budget(jobs: Sequence[Collection[str]], sizes: Mapping[str, int], budg
 
 def traffic_nbytes(jobs: Sequence[Collection[str]], sizes: Mapping[str, int], budget: int) -> int:
     """Bytes that a run fetches, shards that are fetched twice counted twice."""
-    order = FetchOrder(jobs, sizes, budget)
+    order = EvictionPolicy(jobs, sizes, budget)
     total = 0
     while not order.complete:
         step = order.step()
@@ -359,7 +359,7 @@ def traffic_nbytes(jobs: Sequence[Collection[str]], sizes: Mapping[str, int], bu
 FETCHERS = 3
 
 
-class ShardSupply:
+class Prefetcher:
     """Use as a context manager: threads run inside it. `wait` and `finish` are thread safe."""
 
     def __init__(
@@ -384,7 +384,7 @@ class ShardSupply:
         self._failure: BaseException | None = None
         with disk_errors(folder, "preparing the shard cache"):
             folder.mkdir(parents=True, exist_ok=True)
-            self._order = FetchOrder(jobs, sizes, budget, _whole_files(folder, sizes))
+            self._order = EvictionPolicy(jobs, sizes, budget, _whole_files(folder, sizes))
             for file in self._order.unwanted:
                 (folder / file).unlink()
         self._threads = [
@@ -392,7 +392,7 @@ class ShardSupply:
             for _ in range(FETCHERS)
         ]
 
-    def __enter__(self) -> ShardSupply:
+    def __enter__(self) -> Prefetcher:
         for thread in self._threads:
             thread.start()
         return self

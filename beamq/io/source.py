@@ -2,7 +2,7 @@
 
 `SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub.files.HubFiles`
 a repository on the Hub. Small files have local paths in both. Shards are read by byte range:
-`read` for data that is worked on, `peek` for a few bytes here and there, `supply` around a loop
+`read` for data that is worked on, `peek` for a few bytes here and there, `prefetch` around a loop
 that says beforehand which shards it will read.
 """
 
@@ -23,8 +23,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5
 LEFT_BEHIND = (".index.json", ".partial", ".incomplete")
 
 
-class Supply(Protocol):
-    """Keeps the shards of running jobs at hand; jobs are numbered as given to `supply`."""
+class Prefetch(Protocol):
+    """Keeps the shards of running jobs at hand; jobs are numbered as given to `prefetch`."""
 
     def wait(self, job: int, stopped: Callable[[], bool]) -> None:
         """Return when the job's shards can be read; raises what stands in the way."""
@@ -74,7 +74,7 @@ class SourceFiles(Protocol):
     def missing_nbytes(self) -> Mapping[str, int]:
         """Shards that reading would fetch first, and their bytes."""
 
-    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+    def prefetch(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Prefetch]:
         """Within the block, the shards each of `jobs` reads are fetched in time, and dropped."""
 
     def stamp(self, shards: Sequence[str]) -> str:
@@ -87,7 +87,7 @@ class SourceFiles(Protocol):
         """Release everything."""
 
 
-class NoSupply:
+class NoPrefetch:
     """For files that are all at hand."""
 
     def wait(self, job: int, stopped: Callable[[], bool]) -> None:
@@ -182,9 +182,9 @@ class LocalFiles:
         """None: all is here."""
         return {}
 
-    def supply(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Supply]:
+    def prefetch(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Prefetch]:
         """Nothing to fetch."""
-        return nullcontext(NoSupply())
+        return nullcontext(NoPrefetch())
 
     def stamp(self, shards: Sequence[str]) -> str:
         """Sizes and modification times of the shards, when their headers were read."""

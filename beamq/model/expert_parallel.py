@@ -60,7 +60,7 @@ class ExpertExchange(Protocol):
         """Fill with the sum of all experts."""
 
 
-class Alone:
+class SingleProcess:
     """One process with all experts: nothing to exchange."""
 
     def __init__(self, config: BeamConfig) -> None:
@@ -167,6 +167,6 @@ def own_experts(ranks: Ranks, config: BeamConfig) -> range:
 def exchange_for(ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> ExpertExchange:
     """The exchange of this process; joins the process group where there are several."""
     if ranks.world == 1:
-        return Alone(config)
+        return SingleProcess(config)
     ranks.join()
     return RankChain(ranks, config, divided=divided)

@@ -35,7 +35,7 @@ from typing import Protocol
 import torch
 
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.expert_parallel import Alone, ExpertExchange
+from beamq.model.expert_parallel import ExpertExchange, SingleProcess
 from beamq.model.gemm.reference import Gemm
 from beamq.model.layer import (
     LayerWeights,
@@ -290,7 +290,7 @@ class LayerPass:
         self._table = position_table(stream.config, longest, device)
         self._observer = Observers(observers) if observers else None
         self._shelf = Shelf(device, resident_bytes)
-        self._exchange = exchange or Alone(stream.config)
+        self._exchange = exchange or SingleProcess(stream.config)
         self._batches = batches
         self.states = HiddenStates(batches, self._shelf, self._exchange)
 
@@ -302,7 +302,7 @@ class LayerPass:
     def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         mlp = weights.mlp
         visited = self._visitor is not None and self._visitor.wants(weights.index)
-        shared = visited or not isinstance(self._exchange, Alone)
+        shared = visited or not isinstance(self._exchange, SingleProcess)
         if isinstance(mlp, SparseMlp) and (shared or not isinstance(mlp.experts, tuple)):
             self._sliced(weights, mlp, batches)
             return
@@ -327,7 +327,7 @@ class LayerPass:
         self._experts(weights, mlp, plans)
         if self._visitor is not None and self._visitor.wants(weights.index):
             self._visit(self._visitor, weights, mlp, plans)
-        if not isinstance(self._exchange, Alone):
+        if not isinstance(self._exchange, SingleProcess):
             for number in range(sums):
                 sum_TK = self._shelf.get(number + sums)
                 self._exchange.bring_home(number, sum_TK)

@@ -27,13 +27,13 @@ from typing import Any, TypeVar
 import torch
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import PRECISE_FP32, Role, classify, packed_shape
+from beamq.beam.tensors import FP32_ROLES, Role, classify, packed_shape
 from beamq.errors import MemoryBudgetError, TensorError
 from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.read_ahead import read_ahead
 from beamq.io.safetensors_header import TensorSpec
-from beamq.io.source import NoSupply, Supply
+from beamq.io.source import NoPrefetch, Prefetch
 from beamq.model.attention import AttentionWeights
 from beamq.model.gemm.products import CHUNK_ELEMENTS
 from beamq.model.gemm.reference import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
@@ -431,7 +431,7 @@ class LayerLoader:
 # A layer loader that says which shards it will read, so that a remote source is fetched in time.
 #
 # In: a checkpoint, the layers to come. Out: a `LayerLoader` for use in a `with` block. Shards are
-# fetched ahead of the layers that need them and dropped behind them (`Checkpoint.supply`); of a
+# fetched ahead of the layers that need them and dropped behind them (`Checkpoint.prefetch`); of a
 # folder all this is nothing.
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -459,7 +459,7 @@ class SuppliedLoader(LayerLoader):
         self._own = experts
         self._stopped = stopped
         self._first = first
-        self._supply: Supply = NoSupply()
+        self._prefetch: Prefetch = NoPrefetch()
         units: list[set[str]] = [set() for _ in range(config.num_layers + 2)]
         for spec in checkpoint.tensors.values():
             layer = classify(spec.name).layer
@@ -470,10 +470,10 @@ class SuppliedLoader(LayerLoader):
             elif keep_rest:
                 units[-1].add(spec.file)
         self._units = units[first + 1 if first else 0 :]
-        self._fetching: AbstractContextManager[Supply] = checkpoint.supply(self._units)
+        self._fetching: AbstractContextManager[Prefetch] = checkpoint.prefetch(self._units)
 
     def __enter__(self) -> SuppliedLoader:
-        self._supply = self._fetching.__enter__()
+        self._prefetch = self._fetching.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -482,25 +482,25 @@ class SuppliedLoader(LayerLoader):
 
     def embedding(self) -> torch.Tensor:
         """See `LayerLoader`; before any layer."""
-        self._supply.wait(0, self._stopped)
+        self._prefetch.wait(0, self._stopped)
         table = super().embedding()
-        self._supply.finish(0)
+        self._prefetch.finish(0)
         return table
 
     def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
         """See `LayerLoader`."""
         unit = self._unit(index)
-        self._supply.wait(unit, self._stopped)
+        self._prefetch.wait(unit, self._stopped)
         built = super().layer(index, experts=experts)
         if experts is None or not self._own or experts.stop == self._own.stop:
-            self._supply.finish(unit)
+            self._prefetch.finish(unit)
         return built
 
     def experts(self, index: int, first: int, count: int) -> ExpertSlice:
         """See `LayerLoader`; after the layer's own part, in ascending order."""
         built = super().experts(index, first, count)
         if first + count == self._own.stop:
-            self._supply.finish(self._unit(index))
+            self._prefetch.finish(self._unit(index))
         return built
 
     def _unit(self, index: int) -> int:
@@ -656,7 +656,7 @@ def layer_bytes(checkpoint: Checkpoint, config: BeamConfig, dtype: torch.dtype) 
         # Scale tensors have names of their own, of no role; their layer is still theirs.
         expert = role.role is Role.EXPERT or ".mlp.experts." in spec.name
         sizes = experts if expert else base
-        size = _loaded(spec, torch.float32 if role.role in PRECISE_FP32 else dtype)
+        size = _loaded(spec, torch.float32 if role.role in FP32_ROLES else dtype)
         sizes[role.layer] = sizes.get(role.layer, 0) + size
     return LayerBytes(
         base=max(base.values(), default=0),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import PRECISE_FP32, QUANTIZABLE, Role, TensorRole, classify, fused_group
+from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
 from beamq.errors import RecipeError, UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
@@ -434,7 +434,7 @@ def _group_size(group: str) -> int:
 
 
 def _copy_job(role: TensorRole, source: SourceRange) -> Draft:
-    dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
+    dtype = "F32" if role.role in FP32_ROLES else "BF16"
     return Draft(
         kind="copy", group=role.name, members=[(role, source, ((role.name, dtype, source.shape),))]
     )

@@ -3,7 +3,7 @@
 In: a `BeamConfig`, and which units are quantized to which format (nothing: the BF16 source).
 Out: bytes. Nothing is read or imported beyond that, so every figure follows from config.json.
 
-Weights are kept as `Part`s: sums over tensors that a server divides in the same way.
+Weights are kept as `WeightPart`s: sums over tensors that a server divides in the same way.
 
     tensor parallel (TP)   heads, MLP widths and the vocabulary are divided; norms, biases and
                            routers are on every GPU; K and V are divided no further than there are
@@ -32,7 +32,7 @@ LAYOUTS = ("tensor", "expert")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WeightPart:
     """Tensors of one role that are divided alike: into up to `pieces`, in steps of `step`.
 
     `nbytes` includes `scale_nbytes`. One piece means a copy on every GPU.
@@ -57,7 +57,7 @@ class Weights:
     """All weights of a model in one format."""
 
     config: BeamConfig
-    parts: tuple[Part, ...]
+    parts: tuple[WeightPart, ...]
     blocked: frozenset[Role]
 
     @property
@@ -133,7 +133,7 @@ def model_weights(
         entry[1] += nbytes
         entry[2] += scales
 
-    for role, pieces, numel, itemsize in _precise_tensors(config):
+    for role, pieces, numel, itemsize in _high_precision_tensors(config):
         step = VOCAB_STEP if role in (Role.EMBEDDING, Role.HEAD) else 1
         add(role, pieces, step, numel, numel * itemsize, 0)
     blocked: set[Role] = set()
@@ -148,7 +148,7 @@ def model_weights(
     return Weights(
         config=config,
         parts=tuple(
-            Part(
+            WeightPart(
                 role=role,
                 pieces=pieces,
                 step=step,
@@ -175,7 +175,7 @@ def linear_nbytes(fmt: str | None, n: int, k: int) -> tuple[int, int]:
     return sum(sizes), sum(sizes[1:])
 
 
-def _precise_tensors(config: BeamConfig) -> Iterator[tuple[Role, int, int, int]]:
+def _high_precision_tensors(config: BeamConfig) -> Iterator[tuple[Role, int, int, int]]:
     """(role, pieces, elements, bytes of one) of everything that no recipe quantizes."""
     h, layers, sparse = config.hidden_size, config.num_layers, len(config.sparse_layers)
     bf16, fp32 = ITEMSIZE["BF16"], ITEMSIZE["F32"]

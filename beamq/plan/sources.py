@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import (
-    PRECISE_FP32,
+    FP32_ROLES,
     Role,
     TensorRole,
     classify,
@@ -202,7 +202,7 @@ def _notes(
     careless = [
         role.name
         for role, source in found
-        if role.role in PRECISE_FP32 and source.spec.dtype != "F32"
+        if role.role in FP32_ROLES and source.spec.dtype != "F32"
     ]
     if careless:
         yield (

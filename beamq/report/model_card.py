@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from beamq.beam.tensors import PRECISE_FP32, Role
+from beamq.beam.tensors import FP32_ROLES, Role
 from beamq.errors import CheckpointError, UsageError
 from beamq.io.checkpoint import HUB_STAMP, Checkpoint
 from beamq.io.files import parse_yaml, read_small
@@ -444,7 +444,7 @@ def _stored_as(plan: Plan) -> Iterator[tuple[Role, str]]:
             elif role is Role.EXTRA:
                 kind = "as in the source"
             else:
-                kind = "FP32" if role in PRECISE_FP32 else "BF16"
+                kind = "FP32" if role in FP32_ROLES else "BF16"
             found.setdefault(role, {})[kind] = None
     for role in Role:
         if role in found:

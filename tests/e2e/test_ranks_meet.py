@@ -19,7 +19,7 @@ RUN = """
 import sys
 from beamq import ranks as rendezvous
 from beamq.cli import app
-rendezvous.TOLD_SECONDS, rendezvous.PATIENCE_SECONDS = map(float, sys.argv[1:3])
+rendezvous.NOTICE_SECONDS, rendezvous.PATIENCE_SECONDS = map(float, sys.argv[1:3])
 app(sys.argv[3:], prog_name="beamq")
 """
 

@@ -21,7 +21,7 @@ import pytest
 import safetensors_edit as st
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import PRECISE_FP32, TensorRole, expected_tensors
+from beamq.beam.tensors import FP32_ROLES, TensorRole, expected_tensors
 from beamq.convert.quantize import QuantizeResult, quantize
 from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
@@ -150,7 +150,7 @@ def _write_zeros(path: Path, tensors: Iterable[tuple[TensorRole, tuple[int, ...]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for role, shape in tensors:
-        dtype = "F32" if role.role in PRECISE_FP32 else "BF16"
+        dtype = "F32" if role.role in FP32_ROLES else "BF16"
         end = begin + math.prod(shape) * (4 if dtype == "F32" else 2)
         header[role.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         begin = end

@@ -160,7 +160,7 @@ def meet_with(ranks: Ranks, error: BaseException | None) -> BaseException:
 
 
 def told(error: BaseException) -> bool:
-    return isinstance(error, BeamqError) and error.told_by_first
+    return isinstance(error, BeamqError) and error.reported_by_rank_0
 
 
 def test_words_about_another_rank() -> None:

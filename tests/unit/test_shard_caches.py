@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from beamq.errors import DiskError, HubError, Interrupted
-from beamq.io.shard_cache import DemandCache, ShardSupply, claim_folder
+from beamq.io.shard_cache import LruCache, Prefetcher, claim_folder
 
 SIZES = {name: 1000 for name in "abcdef"}
 
@@ -42,8 +42,8 @@ def never() -> bool:
     return False
 
 
-def supply(source: Source, folder: Path, jobs: list[str], budget: int) -> ShardSupply:
-    return ShardSupply(
+def prefetcher(source: Source, folder: Path, jobs: list[str], budget: int) -> Prefetcher:
+    return Prefetcher(
         jobs,
         sizes=SIZES,
         folder=folder,
@@ -56,7 +56,7 @@ def supply(source: Source, folder: Path, jobs: list[str], budget: int) -> ShardS
 def test_jobs_find_their_shards_and_nothing_stays(tmp_path: Path) -> None:
     source = Source()
     jobs = ["a", "ab", "b", "bc", "cd", "d", "ef", ""]
-    with supply(source, tmp_path, jobs, 3000) as feed:
+    with prefetcher(source, tmp_path, jobs, 3000) as feed:
 
         def work(job: int) -> None:
             feed.wait(job, never)
@@ -78,7 +78,7 @@ def test_whole_shards_of_an_earlier_run_are_used_and_rubbish_is_not(tmp_path: Pa
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "x.incomplete").write_bytes(b"x")
     source = Source()
-    with supply(source, tmp_path, ["a", "b"], 2000) as feed:
+    with prefetcher(source, tmp_path, ["a", "b"], 2000) as feed:
         for job in (0, 1):
             feed.wait(job, never)
             feed.finish(job)
@@ -88,7 +88,7 @@ def test_whole_shards_of_an_earlier_run_are_used_and_rubbish_is_not(tmp_path: Pa
 
 def test_a_failed_fetch_reaches_the_job_that_waits(tmp_path: Path) -> None:
     def wait_for_both() -> None:
-        with supply(Source(fails="b"), tmp_path, ["a", "b"], 2000) as feed:
+        with prefetcher(Source(fails="b"), tmp_path, ["a", "b"], 2000) as feed:
             feed.wait(0, never)  # may hear of it already: fetching is ahead of the jobs
             feed.wait(1, never)
 
@@ -97,7 +97,7 @@ def test_a_failed_fetch_reaches_the_job_that_waits(tmp_path: Path) -> None:
 
 
 def test_waiting_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
-    with supply(Source(), tmp_path, ["ab", "cd"], 2000) as feed:
+    with prefetcher(Source(), tmp_path, ["ab", "cd"], 2000) as feed:
         with pytest.raises(Interrupted):
             feed.wait(1, lambda: True)
         feed.stop()
@@ -105,8 +105,8 @@ def test_waiting_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
             feed.wait(1, never)
 
 
-def demand(source: Source, place: Path, budget: int = 2000, key: str = "k") -> DemandCache:
-    return DemandCache(
+def demand(source: Source, place: Path, budget: int = 2000, key: str = "k") -> LruCache:
+    return LruCache(
         place,
         key,
         sizes=SIZES,

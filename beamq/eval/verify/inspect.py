@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole, classify, expected_tensors
+from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
 from beamq.errors import ConfigError, counted
 from beamq.eval.verify.checks import Ledger, few
 from beamq.eval.verify.folder import HF_QUANT_NAME, optional_json, read_shards
@@ -101,7 +101,7 @@ def tensor_notes(
     routers = [
         name
         for name, role in roles.items()
-        if role.role in PRECISE_FP32 and tensors[name].dtype != "F32"
+        if role.role in FP32_ROLES and tensors[name].dtype != "F32"
     ]
     if routers:
         dtypes = ", ".join(sorted({tensors[name].dtype for name in routers}))

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from beamq.beam.tensors import (
-    PRECISE_FP32,
+    FP32_ROLES,
     QUANTIZABLE,
     Role,
     TensorRole,
@@ -190,7 +190,7 @@ def _check_dtype(spec: TensorSpec, wanted: str, ledger: Ledger) -> None:
 
 
 def _check_precise_dtype(role: TensorRole, spec: TensorSpec, precise: str, ledger: Ledger) -> None:
-    if role.role in PRECISE_FP32:
+    if role.role in FP32_ROLES:
         ledger.examined("tensors.router", 1, "tensors")
         if spec.dtype != "F32":
             ledger.fault("tensors.router", spec.name, f"is {spec.dtype}, expected F32")

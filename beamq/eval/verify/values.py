@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from beamq.beam.tensors import PRECISE_FP32, Role, TensorRole
+from beamq.beam.tensors import FP32_ROLES, Role, TensorRole
 from beamq.eval.verify.checks import RoleError
 from beamq.eval.verify.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
@@ -474,7 +474,7 @@ class Examiner:
                 "values.finite", spec.name, f"{nonfinite} NaN or infinite, first at flat {first}"
             )
         if source is not None:
-            check = "source.router" if item.role.role in PRECISE_FP32 else "source.copied"
+            check = "source.router" if item.role.role in FP32_ROLES else "source.copied"
             outcome.examined[check] = 1
             if different is not None:
                 outcome.fault(

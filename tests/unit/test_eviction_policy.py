@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamq.errors import DiskError
-from beamq.io.shard_cache import Drop, Fetch, FetchOrder, largest_job, traffic_nbytes
+from beamq.io.shard_cache import Drop, EvictionPolicy, Fetch, largest_job, traffic_nbytes
 
 FILES = "abcdefgh"
 
@@ -25,7 +25,7 @@ def sources(draw: st.DrawFn) -> tuple[list[frozenset[str]], dict[str, int], int]
 @given(sources(), st.integers(1, 4), st.integers(1, 3), st.randoms(use_true_random=False))
 def test_every_schedule_ends_within_the_budget(source, workers, fetchers, chance) -> None:  # type: ignore[no-untyped-def]
     jobs, sizes, budget = source
-    order = FetchOrder(jobs, sizes, budget)
+    order = EvictionPolicy(jobs, sizes, budget)
     flying: list[str] = []
     here: set[str] = set()
     running: list[int] = []
@@ -92,12 +92,12 @@ def test_scattered_partners_cost_traffic_not_a_standstill() -> None:
 def test_a_budget_below_one_job_is_refused_with_the_number_needed() -> None:
     sizes = {"a": 3_000_000_000, "b": 4_000_000_000}
     with pytest.raises(DiskError, match=r"6\.00 GB is less than the 2 shards .* \(7\.00 GB\)"):
-        FetchOrder([{"a"}, {"a", "b"}], sizes, 6_000_000_000)
+        EvictionPolicy([{"a"}, {"a", "b"}], sizes, 6_000_000_000)
 
 
 def test_shards_of_an_earlier_run_are_kept_as_far_as_they_fit() -> None:
     sizes = {"a": 5, "b": 5, "c": 5, "z": 1}
-    order = FetchOrder([{"a"}, {"b"}, {"c"}], sizes, 10, ["c", "b", "z"])
+    order = EvictionPolicy([{"a"}, {"b"}, {"c"}], sizes, 10, ["c", "b", "z"])
     assert order.unwanted == ["z"]
     assert order.step() == Drop("c")  # the farthest makes way for the first
     assert order.step() == Fetch("a")
