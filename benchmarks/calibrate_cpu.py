@@ -42,7 +42,7 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
 
     from beamq.beam.config import BeamConfig
     from beamq.calib.run import CalibrationPass
-    from beamq.calib.setup import CalibrationOptions, Prepared, batch_rows
+    from beamq.calib.setup import CalibrationOptions, CalibrationSetup, batch_rows
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
     from beamq.model.attention import SequenceLayout
@@ -55,12 +55,12 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
     options = CalibrationOptions(samples=samples, sequence_length=length, dtype=dtype, device="cpu")
     with open_checkpoint(path) as checkpoint, tempfile.TemporaryDirectory() as folder:
         config = BeamConfig.from_dict(checkpoint.config)
-        prepared = Prepared(checkpoint, options, Ranks())
-        ids = torch.from_numpy(prepared.data.input_ids)
+        setup = CalibrationSetup(checkpoint, options, Ranks())
+        ids = torch.from_numpy(setup.data.input_ids)
 
         def forward() -> None:
             loader = LayerLoader(
-                checkpoint, config, dtype=getattr(torch, dtype), device=prepared.device
+                checkpoint, config, dtype=getattr(torch, dtype), device=setup.device
             )
             table = loader.embedding()
             batches = [
@@ -68,7 +68,7 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
                     h_TK=table[ids[rows].flatten()],
                     layout=SequenceLayout.rectangle(rows.stop - rows.start, length),
                 )
-                for rows in batch_rows(prepared.device, samples, length)
+                for rows in batch_rows(setup.device, samples, length)
             ]
             run_layers(LayerStream(loader), batches, gemm=gemm_backend("reference"))
             loader.close()
@@ -76,7 +76,7 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
         def calibration() -> None:
             state = RunState(Path(folder) / "state", {"run": "benchmark"})
             state.begin(resume=False)
-            CalibrationPass(prepared, state).run()
+            CalibrationPass(setup, state).run()
             state.remove()
 
         bare, whole = _in_turns((forward, calibration), rounds, clock)
@@ -99,7 +99,7 @@ def _in_turns(
 def memory_of(path: Path, budget: int | None) -> None:
     """Print the peak of a calibration above what was there before it, in bytes; and the plan's."""
     from beamq.calib.run import CalibrationPass
-    from beamq.calib.setup import CalibrationOptions, Prepared
+    from beamq.calib.setup import CalibrationOptions, CalibrationSetup
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
     from beamq.ranks import Ranks
@@ -109,13 +109,13 @@ def memory_of(path: Path, budget: int | None) -> None:
         samples=samples, sequence_length=length, device="cpu", max_device_memory=budget
     )
     with open_checkpoint(path) as checkpoint, tempfile.TemporaryDirectory() as folder:
-        prepared = Prepared(checkpoint, options, Ranks())
+        setup = CalibrationSetup(checkpoint, options, Ranks())
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         state = RunState(Path(folder), {})
         state.begin(resume=False)
-        CalibrationPass(prepared, state).run()
-        print(_status("VmHWM") - before, prepared.plan.host_nbytes, prepared.plan.slice_experts)
+        CalibrationPass(setup, state).run()
+        print(_status("VmHWM") - before, setup.plan.host_nbytes, setup.plan.slice_experts)
 
 
 def _status(key: str) -> int:

@@ -80,7 +80,7 @@ class Bench:
                 src[r], "BF16", K, g, codes[r], scales[r]
             ),
             "nvfp4_sweep": lambda r: cpu.nvfp4_quantize(
-                src[r], "BF16", K, g, swept[r], swept_scales[r], scales="sweep"
+                src[r], "BF16", K, g, swept[r], swept_scales[r], scale_rule="sweep"
             ),
             "nvfp4_dequantize": lambda r: cpu.nvfp4_dequantize(
                 codes[r], scales[r], K, g, out[r], "BF16"

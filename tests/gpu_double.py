@@ -19,8 +19,7 @@ from beamq.convert.buffer_pool import BufferPool
 from beamq.convert.cpu_worker import CpuEngines
 from beamq.convert.gpu_queue import Memory, Place
 from beamq.convert.gpu_worker import GpuEngine
-from beamq.formats.kernels import cpu
-from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
+from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import Checkpoint
 
 GARBAGE = 0xA5
@@ -28,7 +27,7 @@ GARBAGE = 0xA5
 
 class HostQueue:
     """A `GpuQueue` in host memory. `locked` is what it says of memory it did not allocate;
-    global scales are told `wrong` times too large."""
+    global scales are result `wrong` times too large."""
 
     def __init__(self, *, late: bool, locked: bool = False, wrong: float = 1.0) -> None:
         self._late = late
@@ -100,27 +99,29 @@ def nvfp4_group(
     source: np.ndarray, codes: np.ndarray, scales: np.ndarray, info: np.ndarray,
     dtype: str, n: int, k: int, rule: str, wrong: float,
 ) -> None:  # fmt: skip
-    """As `gpu_groups.nvfp4_group`, a value that is not finite included."""
+    """As `gpu.nvfp4_group`, a value that is not finite included."""
     assert source.nbytes == n * k * {"BF16": 2, "F16": 2, "F32": 4}[dtype]
     found = cpu.amax(source, dtype)
     scale = cpu.nvfp4_global_scale(found.amax)
-    counts = cpu.nvfp4_quantize(source, dtype, k, scale, codes, scales, scales=rule)
-    told = GroupInfo(
+    counts = cpu.nvfp4_quantize(source, dtype, k, scale, codes, scales, scale_rule=rule)
+    result = KernelResult(
         amax=float("nan") if found.nonfinite else found.amax,
         global_scale=scale * wrong,
         counts=(counts.saturated, counts.underflow, counts.zero, counts.nonfinite),
     )
-    info[:] = np.frombuffer(told.pack(), np.uint8)
+    info[:] = np.frombuffer(result.pack(), np.uint8)
 
 
 def fp8_rows(
     source: np.ndarray, codes: np.ndarray, scales: np.ndarray, info: np.ndarray,
     dtype: str, n: int, k: int,
 ) -> None:  # fmt: skip
-    """As `gpu_groups.fp8_rows`."""
+    """As `gpu.fp8_rows`."""
     counts = cpu.fp8_quantize_rows(source, dtype, k, codes, scales)
-    told = GroupInfo(amax=0.0, global_scale=0.0, counts=(counts.nonfinite, counts.zero_rows, 0, 0))
-    info[:] = np.frombuffer(told.pack(), np.uint8)
+    result = KernelResult(
+        amax=0.0, global_scale=0.0, counts=(counts.nonfinite, counts.zero_rows, 0, 0)
+    )
+    info[:] = np.frombuffer(result.pack(), np.uint8)
 
 
 class HostEngines:
@@ -161,4 +162,4 @@ class HostEngines:
         return engine
 
 
-assert len(GroupInfo(amax=1.0, global_scale=1.0, counts=(0, 0, 0, 0)).pack()) == INFO_BYTES
+assert len(KernelResult(amax=1.0, global_scale=1.0, counts=(0, 0, 0, 0)).pack()) == RESULT_NBYTES

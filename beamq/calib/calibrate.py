@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.setup import CalibrationOptions, Prepared
+from beamq.calib.setup import CalibrationOptions, CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, save_stats
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
@@ -51,7 +51,7 @@ def calibrate(
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     resume: bool = False,
     overwrite: bool = False,
-    on_start: Callable[[Prepared], None] = lambda prepared: None,
+    on_start: Callable[[CalibrationSetup], None] = lambda setup: None,
     on_layer: Callable[[LayerDone], None] = lambda done: None,
 ) -> CalibrationStats:
     """Run a BF16, F16 or F32 Beam on text and write what its linears saw to the file `stats`.
@@ -90,14 +90,14 @@ def calibrate(
                     open_checkpoint(source, cache_bytes=budget, cache_folder=place)
                 )
                 map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
-            prepared = Prepared(checkpoint, options, ranks)
+            setup = CalibrationSetup(checkpoint, options, ranks)
             if ranks.first:
-                on_start(prepared)
+                on_start(setup)
             with ranks.meeting():
-                finished = _finished(target, prepared, resume=resume, overwrite=overwrite)
+                finished = _finished(target, setup, resume=resume, overwrite=overwrite)
             if finished is not None:
                 return finished
-            return _run(target, prepared, resume, overwrite, on_layer)
+            return _run(target, setup, resume, overwrite, on_layer)
     finally:
         ranks.leave()
 
@@ -112,7 +112,7 @@ def _in_the_way(target: Path) -> ResumeError:
 
 
 def _finished(
-    target: Path, prepared: Prepared, *, resume: bool, overwrite: bool
+    target: Path, setup: CalibrationSetup, *, resume: bool, overwrite: bool
 ) -> CalibrationStats | None:
     """The statistics of this very run if `target` has them already and `resume` was given."""
     if not target.exists() or overwrite:
@@ -120,8 +120,8 @@ def _finished(
     if not resume:
         raise _in_the_way(target)
     found = load_stats(target)
-    found.check_model(prepared.fingerprint, prepared.checkpoint.label)
-    odd = _differences(found, prepared)
+    found.check_model(setup.fingerprint, setup.checkpoint.label)
+    odd = _differences(found, setup)
     if odd:
         raise ResumeError(
             f"{target}: made with {', '.join(odd)}; run as before, or give --overwrite"
@@ -129,9 +129,9 @@ def _finished(
     return found
 
 
-def _differences(found: CalibrationStats, prepared: Prepared) -> list[str]:
+def _differences(found: CalibrationStats, setup: CalibrationSetup) -> list[str]:
     """What was asked for when `found` was made and is not now, as options."""
-    options, wanted = prepared.options, prepared.data_record()
+    options, wanted = setup.options, setup.data_record()
     if len(found.data) != 1:
         return [f"{len(found.data)} data sets merged"]
     had = found.data[0]
@@ -146,27 +146,27 @@ def _differences(found: CalibrationStats, prepared: Prepared) -> list[str]:
         "second moments": (moments, options.second_moments),
     }
     odd = [f"{name} {was}, not {now}" for name, (was, now) in pairs.items() if was != now]
-    if not odd and found.data_digests != (prepared.data.digest,):
+    if not odd and found.data_digests != (setup.data.digest,):
         odd.append("other text (--data)")
     return odd
 
 
 def _run(
     target: Path,
-    prepared: Prepared,
+    setup: CalibrationSetup,
     resume: bool,
     overwrite: bool,
     on_layer: Callable[[LayerDone], None],
 ) -> CalibrationStats:
     from beamq.calib.state import RunState
 
-    ranks = prepared.ranks
-    state = RunState(state_folder(target), prepared.identity())
+    ranks = setup.ranks
+    state = RunState(state_folder(target), setup.identity())
     lock: OutputLock | None = None
     try:
         with ranks.meeting():
             if ranks.first:
-                state.check_space(prepared.state_nbytes)  # before anything is made
+                state.check_space(setup.state_nbytes)  # before anything is made
                 with disk_errors(state.folder, "creating the state folder"):
                     make_folder(state.folder)
                 lock = OutputLock(state.folder)
@@ -174,10 +174,10 @@ def _run(
                     state.clear()
                 state.begin(resume=resume)
         with ranks.talking():
-            result = run_pass(prepared, state, on_layer)
+            result = run_pass(setup, state, on_layer)
         with ranks.meeting():
             if ranks.first:
-                prepared.checkpoint.check_unchanged()
+                setup.checkpoint.check_unchanged()
                 save_stats(result, target)
                 state.remove()
         return result
@@ -187,7 +187,7 @@ def _run(
 
 
 def run_pass(
-    prepared: Prepared, state: RunState, on_layer: Callable[[LayerDone], None]
+    setup: CalibrationSetup, state: RunState, on_layer: Callable[[LayerDone], None]
 ) -> CalibrationStats:
     """The pass alone, with signals caught."""
     from beamq.calib.run import CalibrationPass
@@ -198,15 +198,15 @@ def run_pass(
     def after(layer: LayerDone) -> None:
         nonlocal done
         done = layer.layer + 1
-        if prepared.ranks.first:
+        if setup.ranks.first:
             on_layer(layer)
 
-    run = CalibrationPass(prepared, state, after=after, stopped=stop.is_set)
+    run = CalibrationPass(setup, state, after=after, stopped=stop.is_set)
     with stop_on_signals(stop):
         try:
             return run.run()
         except Interrupted:
-            layers = prepared.checkpoint.config["num_hidden_layers"]
+            layers = setup.checkpoint.config["num_hidden_layers"]
             raise Interrupted(
                 f"interrupted; {done} of {layers} layers are calibrated."
                 " Run the same command with --resume to continue"

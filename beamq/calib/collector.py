@@ -52,7 +52,7 @@ class LayerRecord:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _RunningEntry:
     """Running values of one entry: tensors of [G] on the device, G experts or 1."""
 
     amax: torch.Tensor
@@ -84,7 +84,7 @@ class Collector:
         self._percentile = percentile
         self._second_moments = second_moments
         self._stopped = stopped
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _RunningEntry] = {}
         self._routed: torch.Tensor | None = None
 
     def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
@@ -158,11 +158,11 @@ class Collector:
             if entry.squares is not None:
                 _add_squares(x_SK[low:high], entry.squares[first + place])
 
-    def _new(self, width: int, size: int) -> _Entry:
+    def _new(self, width: int, size: int) -> _RunningEntry:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
-        return _Entry(
+        return _RunningEntry(
             amax=zeros(size, dtype=torch.float32),
             bad=zeros(size, dtype=torch.int64),
             rows=np.zeros(size, dtype=np.int64),
@@ -170,7 +170,7 @@ class Collector:
             squares=zeros(size, width, dtype=torch.float64) if self._second_moments else None,
         )
 
-    def _stats(self, name: str, entry: _Entry, rows: NDArray[np.int64]) -> InputStats:
+    def _stats(self, name: str, entry: _RunningEntry, rows: NDArray[np.int64]) -> InputStats:
         amax = entry.amax.cpu().numpy()
         percentile = moment = None
         if entry.counts is not None and self._percentile is not None:

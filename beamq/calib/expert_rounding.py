@@ -323,7 +323,7 @@ def _swept(
     """Codes and block scales by the sweep, columns weighted by the moments."""
     weight_EK = moments_EK + FLOOR * moments_EK.mean(dim=1, keepdim=True)
     found = [
-        nvfp4.quantize(w_NK, scale, scales="sweep", weight_K=weight_K)
+        nvfp4.quantize(w_NK, scale, scale_rule="sweep", weight_K=weight_K)
         for w_NK, scale, weight_K in zip(w_ENK, scale_E, weight_EK, strict=True)
     ]
     return torch.stack([q.codes for q in found]), torch.stack([q.block_scale for q in found])

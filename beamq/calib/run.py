@@ -1,6 +1,6 @@
 """The forward pass that calibration watches: all samples through all layers, resumable.
 
-In: `Prepared` (checkpoint, options, data, device). Out: `CalibrationStats`.
+In: `CalibrationSetup` (checkpoint, options, data, device). Out: `CalibrationStats`.
 
     embed -> [layer: forward, collect, meet, look for bad tokens, `after`, save] ... -> statistics
 
@@ -26,7 +26,7 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import classify
 from beamq.calib.collector import Collector, LayerPace, TokenWatch, combine
 from beamq.calib.expert_rounding import ExpertRounding, Group, RoundedGroup
-from beamq.calib.setup import Prepared, batch_rows
+from beamq.calib.setup import CalibrationSetup, batch_rows
 from beamq.calib.state import RunState, Saved
 from beamq.calib.statistics import CalibrationStats
 from beamq.io.checkpoint import Checkpoint
@@ -89,7 +89,7 @@ class LayerDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
+class RoundingRequest:
     """Experts to be rounded on the way: see `ExpertRounding`."""
 
     wanted: Mapping[int, Set[Group]]
@@ -102,37 +102,37 @@ class CalibrationPass:
     """One run. `stopped` ends it between two inputs; `state` is begun and removed by the caller.
 
     `tap` sees every tensor the loader reads, once; `after` each finished layer's statistics.
-    `visit` has experts rounded as soon as their layer's inputs are known. `passed` is told of a
+    `rounding` has experts rounded as soon as their layer's inputs are known. `passed` is told of a
     layer and the share of its batches that have passed, while it runs.
     """
 
     def __init__(
         self,
-        prepared: Prepared,
+        setup: CalibrationSetup,
         state: RunState,
         *,
         tap: Tap | None = None,
         after: Callable[[LayerDone], None] = lambda done: None,
-        visit: Visit | None = None,
+        rounding: RoundingRequest | None = None,
         passed: Callable[[int, float], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        checkpoint, options, data = prepared.checkpoint, prepared.options, prepared.data
+        checkpoint, options, data = setup.checkpoint, setup.options, setup.data
         self._checkpoint = checkpoint
         self._config = BeamConfig.from_dict(checkpoint.config)
         self._options = options
         self._data = data
-        self._device = device = prepared.device
-        self._plan = prepared.plan
+        self._device = device = setup.device
+        self._plan = setup.plan
         self._dtype = getattr(torch, options.dtype)
-        self._ranks = prepared.ranks
+        self._ranks = setup.ranks
         # Largest magnitudes of some batches and of others make those of all; FP64 sums and
         # percentiles would not, to the bit.
         self._divided = options.percentile is None and not options.second_moments
         self._state = state
         self._after = after
         self._tap = tap
-        self._visit = visit
+        self._rounding = rounding
         self._passed = passed
         self._stopped = stopped
         self._rows = batch_rows(device, data.samples, data.sequence_length)
@@ -152,12 +152,12 @@ class CalibrationPass:
         )
         self._stats = CalibrationStats(
             model_name=checkpoint.label,
-            model_fingerprint=prepared.fingerprint,
+            model_fingerprint=setup.fingerprint,
             experts=options.experts,
             total_tokens=data.tokens,
             inputs={},
             routed_tokens={},
-            data=(prepared.data_record(),),
+            data=(setup.data_record(),),
             versions={
                 "beamq": __version__,
                 "python": platform.python_version(),
@@ -169,12 +169,16 @@ class CalibrationPass:
     def run(self) -> CalibrationStats:
         """All layers. Raises `CalibrationError`, `MemoryBudgetError`, `Interrupted`, ..."""
         final = self._state.load_final()
-        if final is not None and self._visit is None:
+        if final is not None and self._rounding is None:
             return final
         cap_kernel_caches()
         exchange = exchange_for(self._ranks, self._config, divided=self._divided)
         saved = self._state.load()
-        if saved is not None and self._visit is not None and min(self._visit.wanted) <= saved.layer:
+        if (
+            saved is not None
+            and self._rounding is not None
+            and min(self._rounding.wanted) <= saved.layer
+        ):
             saved = None  # experts behind it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
         alone = isinstance(exchange, SingleProcess)
@@ -207,7 +211,7 @@ class CalibrationPass:
                 done=lambda layer: self._finish(layer, batches, exchange),
                 whole=self._saves,
                 exchange=None if alone else exchange,
-                visitor=self._visitor(gemm),
+                visitor=self._expert_rounding(gemm),
             )
         return self._stats
 
@@ -216,18 +220,18 @@ class CalibrationPass:
             return [self._collector]
         return [self._collector, LayerPace(len(self._rows), self._passed)]
 
-    def _visitor(self, gemm: Gemm) -> ExpertRounding | None:
-        visit = self._visit
-        if visit is None:
+    def _expert_rounding(self, gemm: Gemm) -> ExpertRounding | None:
+        request = self._rounding
+        if request is None:
             return None
         return ExpertRounding(
-            visit.wanted,
-            method=visit.method,
+            request.wanted,
+            method=request.method,
             config=self._config,
             gemm=gemm,
             amax=self._expert_amax,
-            write=visit.write,
-            stopped=visit.stopped,
+            write=request.write,
+            stopped=request.stopped,
         )
 
     def _expert_amax(self, layer: int, group: str) -> float:

@@ -1,7 +1,7 @@
 """What a calibration needs and can have before its first layer: data, device, memory, model.
 
-In: an opened source and `CalibrationOptions`. Out: `Prepared`. Faults of the data, the device or
-the options end the run here, before any work.
+In: an open source and `CalibrationOptions`. Out: `CalibrationSetup`. Faults of the data, the
+device or the options end the run here, before any work.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class CalibrationOptions:
         }
 
 
-class Prepared:
+class CalibrationSetup:
     """Raises `CalibrationError`, `UsageError`, `DeviceError` or `MemoryBudgetError` when made."""
 
     def __init__(
@@ -115,13 +115,13 @@ class Prepared:
         options: CalibrationOptions,
         ranks: Ranks,
         *,
-        visited: bool = False,
+        rounds_experts: bool = False,
         waiting_nbytes: int = 0,
         taken_nbytes: int = 0,
     ) -> None:
-        """What a conversion on the way adds to memory: `visited`, that it rounds experts by their
-        inputs; `waiting_nbytes`, of members that wait for their partners; `taken_nbytes` of the
-        device, besides the forward pass."""
+        """Memory that a conversion in the same pass adds: `rounds_experts` if it rounds experts
+        by their inputs; `waiting_nbytes` on the host, for members that wait for their partners;
+        `taken_nbytes` of the device, besides the forward pass."""
 
         self.checkpoint = checkpoint
         self.options = options
@@ -142,7 +142,7 @@ class Prepared:
             self.device,
             samples=self.data.samples,
             length=self.data.sequence_length,
-            visited=visited,
+            rounds_experts=rounds_experts,
             taken_nbytes=taken_nbytes,
         )
         self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
@@ -239,7 +239,7 @@ def plan_device(
     *,
     samples: int,
     length: int,
-    visited: bool = False,
+    rounds_experts: bool = False,
     taken_nbytes: int = 0,
 ) -> DevicePlan:
     """The plan of one process, beside `taken_nbytes` that others will take of a GPU.
@@ -260,7 +260,7 @@ def plan_device(
         experts=len(own_experts(ranks, config)),
         budget=budget,
         on_gpu=device.type == "cuda",
-        rounding_nbytes=rounding_nbytes(device.type, config) if visited else 0,
+        rounding_nbytes=rounding_nbytes(device.type, config) if rounds_experts else 0,
     )
 
 

@@ -30,7 +30,7 @@ from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from beamq.calib.run import LayerDone
-    from beamq.calib.setup import Prepared
+    from beamq.calib.setup import CalibrationSetup
     from beamq.calib.statistics import CalibrationStats
     from beamq.report.console import Block, Screen
 
@@ -118,7 +118,7 @@ def calibrate(
                 else parse_size(max_device_memory, "--max-device-memory"),
                 resume=resume,
                 overwrite=overwrite,
-                on_start=lambda prepared: screen.say(*start_blocks(prepared)),
+                on_start=lambda setup: screen.say(*start_blocks(setup)),
                 on_layer=on_layer,
             )
         _show(screen, stats, Path(places[1]), time.monotonic() - begun)
@@ -147,9 +147,9 @@ def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float)
 # What `beamq calibrate` and a calibrating `quantize` say: the data beforehand, coverage after.
 
 
-def start_blocks(prepared: Prepared) -> list[Block]:
+def start_blocks(setup: CalibrationSetup) -> list[Block]:
     """What will be run through the model, where, and what that needs."""
-    data, plan = prepared.data, prepared.plan
+    data, plan = setup.data, setup.plan
     names = ", ".join(source.name for source in data.sources)
     blocks: list[Block] = [
         f"Calibrating on {data.samples:,} x {data.sequence_length:,} = {data.tokens:,} tokens of"
@@ -159,7 +159,7 @@ def start_blocks(prepared: Prepared) -> list[Block]:
     if plan.device_nbytes:
         needs = f"{show_bytes(plan.device_nbytes)} of GPU memory and {needs}"
     slices = f", {plan.slice_experts} experts of a layer at a time" if plan.slice_experts else ""
-    blocks.append(f"The forward pass runs on {prepared.device}{slices}, and needs up to {needs}.")
+    blocks.append(f"The forward pass runs on {setup.device}{slices}, and needs up to {needs}.")
     return blocks + [f"Note: {note}." for note in data.notes]
 
 

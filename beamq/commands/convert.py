@@ -155,7 +155,7 @@ def quantize(
                 dry_run=dry_run,
                 on_plan=announce,
                 on_engine=screen.say,
-                on_start=lambda prepared: screen.say(*start_blocks(prepared)),
+                on_start=lambda setup: screen.say(*start_blocks(setup)),
                 on_progress=on_progress,
             )
         if result.stats is not None:

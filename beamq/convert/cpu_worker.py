@@ -293,7 +293,7 @@ class CpuEngine:
                 global_scale,
                 out,
                 scale_view[row * k // 16 : (row + rows) * k // 16],
-                scales=self._rule,
+                scale_rule=self._rule,
             )
             result.underflow_blocks += counts.underflow
             result.zero_blocks += counts.zero

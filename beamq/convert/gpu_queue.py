@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from beamq.errors import DeviceError, MemoryBudgetError
-from beamq.formats.kernels.group_info import INFO_BYTES
+from beamq.formats.kernels import RESULT_NBYTES
 
 # The few calls of CUDA's driver that a conversion makes for every piece of data.
 #
@@ -246,16 +246,16 @@ class CudaQueue:
     def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
         """See `GpuQueue`."""
         addresses = [area.address for area in place]
-        self._driver.zero(addresses[3], INFO_BYTES, self._stream)
+        self._driver.zero(addresses[3], RESULT_NBYTES, self._stream)
         self._first.launch(
             (rule, dtype, n, k),
-            lambda: self._kernels.nvfp4_group(*addresses, dtype=dtype, n=n, k=k, rule=rule),
+            lambda: self._kernels.nvfp4_group(*addresses, dtype=dtype, n=n, k=k, scale_rule=rule),
         )
 
     def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
         """See `GpuQueue`."""
         addresses = [area.address for area in place]
-        self._driver.zero(addresses[3], INFO_BYTES, self._stream)
+        self._driver.zero(addresses[3], RESULT_NBYTES, self._stream)
         self._first.launch(
             ("fp8", dtype, k), lambda: self._kernels.fp8_rows(*addresses, dtype=dtype, n=n, k=k)
         )

@@ -40,8 +40,7 @@ from beamq.convert.gpu_queue import (
 )
 from beamq.convert.open_shards import JobResult, TensorSink, f32_bytes, write_together
 from beamq.errors import DeviceError, Interrupted
-from beamq.formats.kernels import cpu
-from beamq.formats.kernels.group_info import INFO_BYTES, GroupInfo
+from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import OutputTensor, ShardWriter
@@ -95,12 +94,12 @@ def part_rows(k: int, item: int) -> int:
 
 def nvfp4_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
     """Bytes of source, codes, scales and info."""
-    return n * k * item, n * k // 2, n * k // NVFP4_BLOCK, INFO_BYTES
+    return n * k * item, n * k // 2, n * k // NVFP4_BLOCK, RESULT_NBYTES
 
 
 def fp8_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
     """Bytes of source, codes, scales and info."""
-    return n * k * item, n * k, n * 4, INFO_BYTES
+    return n * k * item, n * k, n * 4, RESULT_NBYTES
 
 
 def aligned(nbytes: int) -> int:
@@ -233,7 +232,7 @@ class GpuEngine:
         self._advance = advance
         self._incoming = Ring(queue, IN_BYTES)
         self._outgoing = Ring(queue, OUT_BYTES)
-        self._info = Chunk(queue, INFO_BYTES)
+        self._info = Chunk(queue, RESULT_NBYTES)
 
     def run(
         self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
@@ -365,14 +364,14 @@ class GpuEngine:
         self,
         info: Memory,
         parts: Sequence[Part],
-        finite: Callable[[GroupInfo], bool],
-    ) -> GroupInfo | None:
+        finite: Callable[[KernelResult], bool],
+    ) -> KernelResult | None:
         """Write all parts; what the kernels found. None, and nothing written, if not `finite`."""
-        found: GroupInfo | None = None
+        found: KernelResult | None = None
         self._queue.download(self._info.address, info)
         for batch in self._batches(parts):
             if found is None:
-                found = GroupInfo.read(self._info.view)
+                found = KernelResult.read(self._info.view)
                 if not finite(found):
                     self._queue.drain()
                     return None

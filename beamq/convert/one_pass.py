@@ -34,7 +34,7 @@ import torch
 from beamq.beam.tensors import Role
 from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.calib.input_scales import input_scales
-from beamq.calib.setup import CalibrationOptions, Prepared
+from beamq.calib.setup import CalibrationOptions, CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
 from beamq.convert.cpu_worker import Engine, Engines
 from beamq.convert.input_scales import Feed, KnownScales, from_statistics
@@ -54,7 +54,7 @@ from beamq.plan.plan import Job, Plan, Work
 from beamq.ranks import Ranks
 
 if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone, Visit
+    from beamq.calib.run import LayerDone, RoundingRequest
 
 
 class OnePass:
@@ -77,17 +77,17 @@ class OnePass:
         *,
         device_nbytes: int = 0,
         statistics: Path | None = None,
-        on_start: Callable[[Prepared], None] = lambda prepared: None,
+        on_start: Callable[[CalibrationSetup], None] = lambda setup: None,
         on_layer: Callable[[LayerDone], None] = lambda done: None,
     ) -> None:
         self._method = plan.recipe.expert_method
         if self._method is not None:
             _check_exact(plan, options)
-        self._prepared = Prepared(
+        self._setup = CalibrationSetup(
             checkpoint,
             options,
             ranks,
-            visited=self._method is not None,
+            rounds_experts=self._method is not None,
             waiting_nbytes=_waiting_nbytes(plan, options.dtype),
             taken_nbytes=device_nbytes,
         )
@@ -98,14 +98,14 @@ class OnePass:
         self._statistics = statistics
         self._on_layer = on_layer
         self._known: KnownScales | None = None
-        self.state_nbytes = self._prepared.state_nbytes
+        self.state_nbytes = self._setup.state_nbytes
         self.calibrated: tuple[int, int] | None = None
         self.stats: CalibrationStats | None = None
         self.digest = run_digest(
-            self._prepared.fingerprint, options.experts, [self._prepared.data_record()]
+            self._setup.fingerprint, options.experts, [self._setup.data_record()]
         )
         if ranks.first:
-            on_start(self._prepared)
+            on_start(self._setup)
 
     @property
     def feed(self) -> Feed:
@@ -130,7 +130,7 @@ class OnePass:
         """See `ScaleSource`."""
         from beamq.calib.state import RunState  # torch, only where a model runs
 
-        RunState(self._state_folder, self._prepared.identity()).check_options()
+        RunState(self._state_folder, self._setup.identity()).check_options()
 
     def _after_the_pass(self) -> KnownScales:
         if self._known is None:
@@ -147,7 +147,7 @@ class OnePass:
     ) -> Set[int]:
         """See `Feed`."""
 
-        ranks = self._prepared.ranks
+        ranks = self._setup.ranks
         experts: VisitedExperts | None = None
         engine: TapEngine | None = None
         with ranks.talking():
@@ -170,13 +170,15 @@ class OnePass:
         done = frozenset() if engine is None else frozenset(engine.done)
         return done if experts is None else done | experts.done
 
-    def _visit(self, experts: VisitedExperts | None, stop: threading.Event) -> Visit | None:
+    def _visit(
+        self, experts: VisitedExperts | None, stop: threading.Event
+    ) -> RoundingRequest | None:
         """Experts to round by their inputs, if there are any left."""
         if experts is None or not experts.wanted:
             return None
-        from beamq.calib.run import Visit
+        from beamq.calib.run import RoundingRequest
 
-        return Visit(
+        return RoundingRequest(
             wanted=experts.wanted,
             method=str(self._method),
             write=experts.put,
@@ -189,8 +191,8 @@ class OnePass:
         from beamq.calib.run import CalibrationPass
         from beamq.calib.state import RunState
 
-        prepared, ranks = self._prepared, self._prepared.ranks
-        state = RunState(self._state_folder, prepared.identity())
+        setup, ranks = self._setup, self._setup.ranks
+        state = RunState(self._state_folder, setup.identity())
         converters = [each for each in (engine, experts) if each is not None]
 
         def after(done: LayerDone) -> None:
@@ -206,11 +208,11 @@ class OnePass:
             state.begin(resume=True)
         ranks.gather(None)  # nobody looks for a state before it is there
         stats = CalibrationPass(
-            prepared,
+            setup,
             state,
             tap=None if engine is None else engine.tap,
             after=after,
-            visit=self._visit(experts, stop),
+            rounding=self._visit(experts, stop),
             passed=None if engine is None else engine.passed,
             stopped=stop.is_set,
         ).run()

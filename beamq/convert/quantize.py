@@ -32,7 +32,7 @@ from beamq.report.model_card import check_base_model
 
 if TYPE_CHECKING:
     from beamq.calib.run import LayerDone
-    from beamq.calib.setup import Prepared
+    from beamq.calib.setup import CalibrationSetup
     from beamq.calib.statistics import CalibrationStats
 
 
@@ -82,7 +82,7 @@ def quantize(
     dry_run: bool = False,
     on_plan: Callable[[Plan], None] = lambda plan: None,
     on_engine: Callable[[str], None] = lambda text: None,
-    on_start: Callable[[Prepared], None] = lambda prepared: None,
+    on_start: Callable[[CalibrationSetup], None] = lambda setup: None,
     on_layer: Callable[[LayerDone], None] = lambda done: None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> QuantizeResult:

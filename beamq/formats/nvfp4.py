@@ -140,7 +140,7 @@ def quantize(
     w_NK: torch.Tensor,
     global_scale: torch.Tensor | float,
     *,
-    scales: str = "max",
+    scale_rule: str = "max",
     weight_K: torch.Tensor | None = None,
 ) -> QuantizedTensor:
     """`w_NK` [N, K] by the `max` rule, or with block scales by `sweep` (see sweep.py).
@@ -154,7 +154,7 @@ def quantize(
     scale = torch.as_tensor(global_scale, dtype=torch.float32, device=w_NK.device).reshape(())
     w_NB16 = w_NK.float().view(n, k // NVFP4_BLOCK, NVFP4_BLOCK)
     block_scale_NB = max_block_scales(w_NB16, scale)
-    if scales == "sweep":
+    if scale_rule == "sweep":
         weight_B16 = None if weight_K is None else weight_K.float().view(-1, NVFP4_BLOCK)
         block_scale_NB = sweep_scales(w_NB16, block_scale_NB, scale, weight_B16)
     step_NB = block_scale_NB.float() * scale

@@ -40,7 +40,7 @@ def test_the_layer_error_is_no_worse(scales: str, damping: float) -> None:
     scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))
     blocks = torch.stack(
         [
-            nvfp4.quantize(own, g, scales=scales).block_scale.float()
+            nvfp4.quantize(own, g, scale_rule=scales).block_scale.float()
             for own, g in zip(w, scale, strict=True)
         ]
     )

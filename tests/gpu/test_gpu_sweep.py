@@ -47,7 +47,7 @@ def bits(values: torch.Tensor) -> list[int]:
 def same(gpu_sweep, w: torch.Tensor, scale: float) -> QuantizedTensor:
     counts = torch.zeros(4, dtype=torch.int32, device="cuda")
     got = gpu_sweep.nvfp4_sweep(w.cuda(), torch.tensor(scale), counts=counts)
-    wanted = nvfp4.quantize(w, scale, scales="sweep")
+    wanted = nvfp4.quantize(w, scale, scale_rule="sweep")
     found = difference(w, got, wanted)
     assert found is None, found
     assert int(counts[2]) == int((w.view(-1, 16) == 0).all(dim=1).sum())
@@ -114,7 +114,7 @@ def test_a_stack_has_its_own_scales(gpu_sweep) -> None:
     scale = torch.tensor([1e-3, 2e-3, 3e-3])
     got = gpu_sweep.nvfp4_sweep(w.cuda(), scale)
     for place in range(3):
-        wanted = nvfp4.quantize(w[place], scale[place], scales="sweep")
+        wanted = nvfp4.quantize(w[place], scale[place], scale_rule="sweep")
         assert torch.equal(got.codes[place].cpu(), wanted.codes)
 
 

@@ -116,7 +116,7 @@ def test_the_loss_is_far_below_that_of_plain_rounding() -> None:
     rounded = gptq.round_experts(w, gptq.factorize(hessian), scale)
     swept = torch.stack(
         [
-            nvfp4.dequantize(nvfp4.quantize(own, s, scales="sweep"), torch.float32)
+            nvfp4.dequantize(nvfp4.quantize(own, s, scale_rule="sweep"), torch.float32)
             for own, s in zip(w, scale, strict=True)
         ]
     )
@@ -132,7 +132,7 @@ def test_without_correlations_it_is_the_sweep() -> None:
     scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))
     rounded = gptq.round_experts(w, gptq.factorize(torch.eye(64).repeat(2, 1, 1)), scale)
     for expert in range(2):
-        plain = nvfp4.quantize(w[expert], scale[expert], scales="sweep")
+        plain = nvfp4.quantize(w[expert], scale[expert], scale_rule="sweep")
         same = rounded.block_scale[expert].view(torch.uint8) == plain.block_scale.view(torch.uint8)
         assert same.double().mean() > 0.99
         codes = unpack_nibbles(rounded.codes[expert]) == unpack_nibbles(plain.codes)

@@ -75,7 +75,7 @@ def test_no_candidate_is_better(seed: int) -> None:
     w_NK = gaussian(32, 64, seed) * torch.logspace(-4, 0, 32).unsqueeze(1)
     g = float(nvfp4.global_scale_from_amax(w_NK.abs().amax()))
     w_NB16 = w_NK.view(32, 4, 16)
-    chosen = nvfp4.quantize(w_NK, g, scales="sweep").block_scale
+    chosen = nvfp4.quantize(w_NK, g, scale_rule="sweep").block_scale
     by_max = nvfp4.quantize(w_NK, g).block_scale
     middle = by_max.view(torch.uint8).int()
     errors = []
@@ -93,7 +93,7 @@ def test_the_choice_clips_and_widens() -> None:
     w_NK = gaussian(64, 256)
     g = float(nvfp4.global_scale_from_amax(w_NK.abs().amax()))
     middle = nvfp4.quantize(w_NK, g).block_scale.view(torch.uint8).int()
-    chosen = nvfp4.quantize(w_NK, g, scales="sweep").block_scale.view(torch.uint8).int()
+    chosen = nvfp4.quantize(w_NK, g, scale_rule="sweep").block_scale.view(torch.uint8).int()
     offset = chosen - middle
     assert int(offset.min()) < 0 < int(offset.max())
     assert int(offset.min()) >= -nvfp4.BELOW
@@ -154,21 +154,21 @@ def test_weights_move_the_error_to_where_it_counts_less() -> None:
     w_NK = gaussian(256, 32)
     g = nvfp4.global_scale_from_amax(w_NK.abs().amax())
     weight_K = torch.tensor([1.0, 100.0] * 16)
-    plain = nvfp4.dequantize(nvfp4.quantize(w_NK, g, scales="sweep"), torch.float32)
-    q = nvfp4.quantize(w_NK, g, scales="sweep", weight_K=weight_K)
+    plain = nvfp4.dequantize(nvfp4.quantize(w_NK, g, scale_rule="sweep"), torch.float32)
+    q = nvfp4.quantize(w_NK, g, scale_rule="sweep", weight_K=weight_K)
     weighted = nvfp4.dequantize(q, torch.float32)
     before, after = ((w_NK - x).square().sum(0) for x in (plain, weighted))
     assert (weight_K * after).sum() < 0.95 * (weight_K * before).sum()
     assert after[0::2].sum() > before[0::2].sum()
-    ones = nvfp4.quantize(w_NK, g, scales="sweep", weight_K=torch.ones(32))
-    assert torch.equal(ones.codes, nvfp4.quantize(w_NK, g, scales="sweep").codes)
+    ones = nvfp4.quantize(w_NK, g, scale_rule="sweep", weight_K=torch.ones(32))
+    assert torch.equal(ones.codes, nvfp4.quantize(w_NK, g, scale_rule="sweep").codes)
 
 
 def source_and_swept() -> tuple[bytes, float, bytearray, bytearray]:
     data = encoded(gaussian(64, 64).numpy(), "BF16")
     g = cpu.nvfp4_global_scale(cpu.amax(data, "BF16").amax)
     codes, scales = bytearray(2048), bytearray(256)
-    counts = cpu.nvfp4_quantize(data, "BF16", 64, g, codes, scales, scales="sweep")
+    counts = cpu.nvfp4_quantize(data, "BF16", 64, g, codes, scales, scale_rule="sweep")
     assert (counts.saturated, counts.nonfinite) == (0, 0)
     return data, g, codes, scales
 
@@ -236,6 +236,6 @@ def test_sizes_that_do_not_fit_are_refused(backend: Any, call: Callable[[Any], o
     with pytest.raises(ValueError, match=r"holds|is|not|must"):
         call(backend)
     with pytest.raises(ValueError, match="scales 'best'"):
-        cpu.nvfp4_quantize(b"", "BF16", 16, 1.0, bytearray(), bytearray(), scales="best")
+        cpu.nvfp4_quantize(b"", "BF16", 16, 1.0, bytearray(), bytearray(), scale_rule="best")
     with pytest.raises(ValueError, match="without weights"):
         cpu.nvfp4_quantize(b"", "BF16", 16, 1.0, bytearray(), bytearray(), weights=bytes(64))

@@ -74,7 +74,7 @@ class Sums:
         """RMS of the error over RMS of the source; 0 for an all-zero source decoded to zeros."""
         return math.sqrt(self.error / self.source) if self.source else math.sqrt(self.error)
 
-    def add(self, found: cpu.Comparison, elements: int) -> None:
+    def add(self, found: cpu.BlockComparison, elements: int) -> None:
         """Add one piece."""
         self.error += found.sum_sq_error
         self.source += found.sum_sq_source
@@ -97,7 +97,7 @@ class Outcome:
         """File one fault."""
         self.faults.append((check, where, detail))
 
-    def compared(self, found: cpu.Comparison, row: int, rows: int, k: int) -> None:
+    def compared(self, found: cpu.BlockComparison, row: int, rows: int, k: int) -> None:
         """Add one piece of rows that was compared with the source."""
         if found.out_of_bound and not self.out_of_bound:
             down, column = divmod(found.first_out_of_bound, k)
@@ -235,7 +235,7 @@ class Nvfp4Bound:
 
     def compare(
         self, source: memoryview, dtype: str, codes: memoryview, scales: memoryview
-    ) -> cpu.Comparison:
+    ) -> cpu.BlockComparison:
         """The next rows. Under `gptq` no element is out of bound; `fault` speaks of rows."""
         swept = self._rule != "max"
         found = cpu.nvfp4_compare(source, dtype, codes, scales, self._k, self._scale, swept=swept)

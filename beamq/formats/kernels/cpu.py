@@ -61,7 +61,7 @@ class Fp8Counts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class BlockComparison:
     """A source and its quantized form, element by element; sums of chunks may be added."""
 
     sum_sq_error: float
@@ -129,20 +129,20 @@ def nvfp4_quantize(
     out_codes: Buffer,
     out_scales: Buffer,
     *,
-    scales: str = "max",
+    scale_rule: str = "max",
     weights: Buffer | None = None,
 ) -> Nvfp4Counts:
     """Rows [N, k] -> `out_codes` [N, k/2] and `out_scales` E4M3 [N, k/16]; k a multiple of 16.
 
-    `scales` is "max" or "sweep"; the latter may have `weights`, k FP32 numbers that weigh the
+    `scale_rule` is "max" or "sweep"; the latter may have `weights`, k FP32 numbers that weigh the
     squared errors of the columns. Counts are of the `max` rule's scales either way.
     """
-    if scales == "sweep":
+    if scale_rule == "sweep":
         counts = _backend.nvfp4_sweep(src, dtype, k, global_scale, weights, out_codes, out_scales)
-    elif scales == "max" and weights is None:
+    elif scale_rule == "max" and weights is None:
         counts = _backend.nvfp4_quantize(src, dtype, k, global_scale, out_codes, out_scales)
     else:
-        raise ValueError(f"scales '{scales}' is not 'sweep', or 'max' without weights")
+        raise ValueError(f"scale_rule '{scale_rule}' is not 'sweep', or 'max' without weights")
     saturated, underflow, zero, nonfinite = counts
     return Nvfp4Counts(saturated=saturated, underflow=underflow, zero=zero, nonfinite=nonfinite)
 
@@ -188,7 +188,7 @@ def nvfp4_compare(
     global_scale: float,
     *,
     swept: bool = False,
-) -> Comparison:
+) -> BlockComparison:
     """Decode and compare with the source rows the codes were made from.
 
     With s = block_scale * global_scale, an element is in bound if |x| lies, along its code's sign,
@@ -206,7 +206,9 @@ def nvfp4_compare(
     )
 
 
-def fp8_compare(src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int) -> Comparison:
+def fp8_compare(
+    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int
+) -> BlockComparison:
     """As `nvfp4_compare`, on the E4M3 grid times the row's scale; 448 reaches up to 464."""
     return _comparison(_backend.fp8_compare(src, src_dtype, codes, scales, k))
 
@@ -222,9 +224,9 @@ def scan_e4m3_scales(scales: Buffer) -> ScaleScan:
     return ScaleScan(nan=nan, zero=zero, negative=negative, first=first)
 
 
-def _comparison(numbers: tuple[float, float, float, int, int]) -> Comparison:
+def _comparison(numbers: tuple[float, float, float, int, int]) -> BlockComparison:
     error, source, worst, count, first = numbers
-    return Comparison(
+    return BlockComparison(
         sum_sq_error=error,
         sum_sq_source=source,
         max_abs_error=worst,

@@ -24,8 +24,7 @@ import triton
 import triton.language as tl
 
 from beamq.formats import nvfp4
-from beamq.formats.kernels import triton_fp8, triton_nvfp4, triton_sweep
-from beamq.formats.kernels.group_info import COUNTS_WORD, SCALE_WORD
+from beamq.formats.kernels import COUNTS_WORD, SCALE_WORD, triton_fp8, triton_nvfp4, triton_sweep
 from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
 from beamq.formats.nvfp4 import QuantizedTensor, round_up
 from beamq.io.safetensors_header import ITEMSIZE
@@ -274,9 +273,9 @@ def _words(t: torch.Tensor) -> torch.Tensor:
 # A conversion job's kernels on the GPU: launched one after another, nothing waits in between.
 #
 # In:  addresses of device memory: source bytes of packed rows [n, k] (of an NVFP4 scale group the
-#      members' rows one below the other), and room for codes, scales and `INFO_BYTES` of zeros.
+#      members' rows one below the other), and room for codes, scales and `RESULT_NBYTES` of zeros.
 # Out: codes and scales as formats/nvfp4.py and fp8.py have them; in `info` what the caller has to
-#      know, for one copy to the host (group_info.py).
+#      know, for one copy to the host (`kernels.KernelResult`).
 #
 # The global scale of a group is computed where the largest magnitude is, on the device: fetching
 # the one to compute the other would stop the stream of copies and kernels for each of 25,000
@@ -312,11 +311,11 @@ def _scale_kernel(info: tl.tensor, SCALE: tl.constexpr) -> None:
 
 
 def nvfp4_group(
-    source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int, rule: str
+    source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int, scale_rule: str
 ) -> None:
     """Codes U8 [n, k/2] and block scales E4M3 [n, k/16] with one global scale for all rows.
 
-    `dtype` is the source's ("BF16", "F16", "F32"); `rule` is "max" or "sweep".
+    `dtype` is the source's ("BF16", "F16", "F32"); `scale_rule` is "max" or "sweep".
     """
     words, blocks = n * k * ITEMSIZE[dtype] // 4, n * k // NVFP4_BLOCK
     src = Pointer(source, torch.int32)
@@ -330,7 +329,7 @@ def nvfp4_group(
         num_warps=8,
     )
     _scale_kernel[(1,)](Pointer(info, torch.float32), SCALE=SCALE_WORD)
-    sweeps = rule == "sweep"
+    sweeps = scale_rule == "sweep"
     kernel = triton_sweep.sweep_kernel if sweeps else triton_nvfp4.quantize_kernel
     tile = triton_sweep._TILE if sweeps else _BLOCKS
     more = {"enable_fp_fusion": False} if sweeps else {}

@@ -78,7 +78,7 @@ def _nvfp4_quantize(
     weight_K = None if weights is None else _sized("weights", weights, k * 4).view(torch.float32)
     if n == 0:
         return 0, 0, 0, 0
-    q = nvfp4.quantize(w_NK, global_scale, scales=rule, weight_K=weight_K)
+    q = nvfp4.quantize(w_NK, global_scale, scale_rule=rule, weight_K=weight_K)
     codes.copy_(q.codes.flatten())
     scales.copy_(q.block_scale.view(torch.uint8).flatten())
     amax_B = w_NK.view(-1, NVFP4_BLOCK).abs().amax(dim=-1)

@@ -213,7 +213,7 @@ def nvfp4_sweep(
     out: QuantizedTensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """`nvfp4.quantize(..., scales="sweep")` of a matrix or a stack; `global_scale` FP32 [] or [G].
+    """`nvfp4.quantize(scale_rule="sweep")` of a matrix or a stack; `global_scale` FP32 [] or [G].
 
     `counts` int32 [4] is added to, as by `gpu.nvfp4_quantize`.
     """
