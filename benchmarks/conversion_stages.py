@@ -1,7 +1,7 @@
 """Each stage of a conversion on a GPU alone: what it could do if nothing else ran.
 
 In: a plan, a number of threads, a folder for files. Out: seconds that the whole source takes in
-each stage. Memory, chunks and threads are those of the engine (`convert/gpu_worker.py`):
+each stage. Memory, chunks and threads are those of the worker (`convert/gpu_worker.py`):
 
     read      threads read the source into two page-locked chunks each
     upload    as many bytes as the source has, from chunks to the device, a stream for each thread
@@ -29,7 +29,7 @@ import torch
 from beamq.beam.tensors import Role
 from beamq.convert.gpu_queue import Memory
 from beamq.convert.gpu_worker import IN_BYTES as CHUNK_BYTES
-from beamq.convert.run import lane_count
+from beamq.convert.run import queue_count
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.checksum import new_checksum
 from beamq.plan.plan import Job, Plan
@@ -137,7 +137,7 @@ class Stages:
         stream.synchronize()
 
     def _open(self, number: int) -> int:
-        lanes = lane_count(self._threads, remote=False)
+        lanes = queue_count(self._threads, remote=False)
         path = self._folder / f"stage-{number % lanes}.bin"
         return os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 

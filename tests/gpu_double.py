@@ -2,7 +2,7 @@
 
 What is queued happens at once, or (`late`) not before a mark behind it is waited for: then a copy
 out of a buffer that was filled again too early, or bytes looked at before they came, give other
-bytes than the plain engine's.
+bytes than the CPU worker's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from beamq.convert.buffer_pool import BufferPool
-from beamq.convert.cpu_worker import CpuEngines
+from beamq.convert.cpu_worker import CpuWorkerFactory
 from beamq.convert.gpu_queue import Memory, Place
-from beamq.convert.gpu_worker import GpuEngine
+from beamq.convert.gpu_worker import GpuWorker
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import Checkpoint
 
@@ -124,8 +124,8 @@ def fp8_rows(
     info[:] = np.frombuffer(result.pack(), np.uint8)
 
 
-class HostEngines:
-    """`GpuEngines` on such queues; `calls` counts the engines made and the groups granted."""
+class HostWorkerFactory:
+    """`GpuWorkerFactory` on such queues; `calls` counts the workers made and the groups granted."""
 
     device_nbytes = 0
 
@@ -135,9 +135,9 @@ class HostEngines:
     ) -> None:  # fmt: skip
         self._checkpoint = checkpoint
         self._options: dict[str, Any] = {"late": late, "locked": locked, "wrong": wrong}
-        self._cpu = CpuEngines(checkpoint, 1 << 26, 2)
+        self._cpu = CpuWorkerFactory(checkpoint, 1 << 26, 2)
         self.allocated: list[int] = []
-        self.made: list[GpuEngine] = []
+        self.made: list[GpuWorker] = []
         self.pool: BufferPool[Memory] = BufferPool(
             budget, allocate=self._allocate, size=lambda t: t.nbytes, discard=lambda t: None
         )
@@ -147,19 +147,19 @@ class HostEngines:
         array = np.full(nbytes, GARBAGE, np.uint8)
         return Memory(array.ctypes.data, nbytes, array)
 
-    def workers(self, asked: int) -> int:
+    def count(self, asked: int) -> int:
         return asked
 
-    def engine(self, **options: Any) -> GpuEngine:
-        engine = GpuEngine(
+    def worker(self, **options: Any) -> GpuWorker:
+        worker = GpuWorker(
             self._checkpoint,
             HostQueue(**self._options),
             self.pool,
-            self._cpu.engine(**options),
+            self._cpu.worker(**options),
             **options,
         )
-        self.made.append(engine)
-        return engine
+        self.made.append(worker)
+        return worker
 
 
 assert len(KernelResult(amax=1.0, global_scale=1.0, counts=(0, 0, 0, 0)).pack()) == RESULT_NBYTES

@@ -52,7 +52,7 @@ def piece_bytes(workers: int) -> int:
     return PIECE_BYTES * max(1, min(8, 128 // workers))
 
 
-class CpuEngine:
+class CpuWorker:
     """Runs jobs for one worker thread. Not shared between threads; the pool is."""
 
     def __init__(
@@ -325,41 +325,41 @@ def _refuse_nonfinite(member: Member, count: int, first: int, base: int) -> None
 
 # What converts jobs: threads on the CPU, or threads that feed a GPU.
 #
-# `Engines` makes one `Engine` for each worker thread; `CpuEngines` is here, `GpuEngines` in
-# gpu_engines.py, which imports torch. The bytes are the same (tests/gpu/test_gpu_convert.py), so
-# which of them runs is a question of time alone: `engine_choice.py` answers it.
+# `WorkerFactory` makes one `Worker` for each thread; `CpuWorkerFactory` is here, `GpuWorkerFactory`
+# in gpu_worker.py, which imports torch. The bytes are the same (tests/gpu/test_gpu_convert.py), so
+# which of them runs is a question of time alone: `device_choice.py` answers it.
 
 
-class Engine(Protocol):
+class Worker(Protocol):
     """Runs jobs for one thread."""
 
     def run(
         self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
     ) -> JobResult:
-        """See `CpuEngine.run`."""
+        """See `CpuWorker.run`."""
 
 
-class Engines(Protocol):
-    """Makes engines for the threads of one run. `device_nbytes` bounds what they take of a GPU."""
+class WorkerFactory(Protocol):
+    """Makes workers for the threads of one run. `device_nbytes` bounds what they take of a GPU."""
 
     device_nbytes: int
 
-    def workers(self, asked: int) -> int:
+    def count(self, asked: int) -> int:
         """How many threads to run, at most as many as asked for."""
 
-    def engine(
+    def worker(
         self,
         *,
         scales: str,
         input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
-    ) -> Engine:
-        """One for the calling thread; see `CpuEngine` for the options."""
+    ) -> Worker:
+        """One for the calling thread; see `CpuWorker` for the options."""
 
 
-class CpuEngines:
-    """Engines for `workers` threads, which share `memory` bytes for scale groups."""
+class CpuWorkerFactory:
+    """Workers for `workers` threads, which share `memory` bytes for scale groups."""
 
     device_nbytes = 0
 
@@ -368,20 +368,20 @@ class CpuEngines:
         self._piece = piece_bytes(workers)
         self._pool = host_pool(memory)
 
-    def workers(self, asked: int) -> int:
+    def count(self, asked: int) -> int:
         """All of them."""
         return asked
 
-    def engine(
+    def worker(
         self,
         *,
         scales: str,
         input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
-    ) -> CpuEngine:
-        """See `Engines`."""
-        return CpuEngine(
+    ) -> CpuWorker:
+        """See `WorkerFactory`."""
+        return CpuWorker(
             self._checkpoint,
             self._pool,
             scales=scales,

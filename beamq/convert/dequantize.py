@@ -19,7 +19,7 @@ from typing import Any
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
 from beamq.convert import output as output_folder
-from beamq.convert.cpu_worker import CpuEngines
+from beamq.convert.cpu_worker import CpuWorkerFactory
 from beamq.convert.finalise import build_index, shard_manifest, write_manifest
 from beamq.convert.input_scales import no_scales
 from beamq.convert.limits import DEFAULT_MEMORY_BYTES, check_cache, default_workers
@@ -166,7 +166,7 @@ def dequantize(
             checkpoint=source,
             work=work,
             output=output,
-            engines=CpuEngines(source, DEFAULT_MEMORY_BYTES, workers or default_workers()),
+            factory=CpuWorkerFactory(source, DEFAULT_MEMORY_BYTES, workers or default_workers()),
             scales=no_scales("decoding needs no input scale"),
             ranks=ranks,
             options=RunOptions(

@@ -16,7 +16,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from beamq.convert.cpu_worker import CpuEngines, Engines
+from beamq.convert.cpu_worker import CpuWorkerFactory, WorkerFactory
 from beamq.errors import DeviceError
 from beamq.io.checkpoint import Checkpoint
 from beamq.plan.plan import Work
@@ -32,7 +32,7 @@ LEAST_CAPABILITY = (8, 9)  # Triton's E4M3 casts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineChoice:
+class DeviceChoice:
     """`device` is "cpu", or a GPU as "cuda:0", whose `name` is known then.
 
     `note` says why a GPU that was looked at is left alone.
@@ -50,16 +50,16 @@ class EngineChoice:
         return each if processes == 1 else f"{processes} processes, each on {each}"
 
 
-def choose_engine(
+def choose_conversion_device(
     asked: str, work: Work, *, workers: int, ranks: Ranks, calibrates: bool = False
-) -> EngineChoice:
+) -> DeviceChoice:
     """Raises `DeviceError` where `asked` names a device that is not there or cannot do it."""
     if asked == "cpu":
-        return EngineChoice(device="cpu")
+        return DeviceChoice(device="cpu")
     if asked == "auto" and not calibrates and saved_seconds(work, workers) < START_SECONDS:
-        return EngineChoice(device="cpu")
+        return DeviceChoice(device="cpu")
     if asked == "auto" and not _driver_sees_a_gpu():
-        return EngineChoice(device="cpu")
+        return DeviceChoice(device="cpu")
     from beamq.calib.setup import choose_device  # torch, only where there may be a GPU
 
     try:
@@ -68,14 +68,14 @@ def choose_engine(
     except DeviceError as fault:
         if asked != "auto":
             raise
-        return EngineChoice(device="cpu", note=f"No GPU: {fault}.")
+        return DeviceChoice(device="cpu", note=f"No GPU: {fault}.")
     if device.type == "cpu":  # a driver, but a torch without CUDA
-        return EngineChoice(device="cpu", note="No GPU: this torch is built without CUDA.")
+        return DeviceChoice(device="cpu", note="No GPU: this torch is built without CUDA.")
     if refused is None:
         return _on_gpu(device)
     if asked != "auto" and not calibrates:
         raise DeviceError(f"{device}: {refused}; use --device cpu, the bytes are the same")
-    return EngineChoice(device="cpu", note=f"{device} is no help in converting: {refused}.")
+    return DeviceChoice(device="cpu", note=f"{device} is no help in converting: {refused}.")
 
 
 def saved_seconds(work: Work, workers: int) -> float:
@@ -88,34 +88,34 @@ def saved_seconds(work: Work, workers: int) -> float:
     return seconds / workers
 
 
-def open_engines(
-    choice: EngineChoice, checkpoint: Checkpoint, work: Work, *, memory: int, workers: int
-) -> Engines:
-    """The engines chosen. Raises `DeviceError` if the GPU has too little memory."""
+def open_workers(
+    choice: DeviceChoice, checkpoint: Checkpoint, work: Work, *, memory: int, workers: int
+) -> WorkerFactory:
+    """The workers chosen. Raises `DeviceError` if the GPU has too little memory."""
     if choice.device == "cpu":
-        return CpuEngines(checkpoint, memory, workers)
+        return CpuWorkerFactory(checkpoint, memory, workers)
     import torch
 
-    from beamq.convert.gpu_worker import GpuEngines
+    from beamq.convert.gpu_worker import GpuWorkerFactory
 
-    return GpuEngines(checkpoint, work, torch.device(choice.device), memory, workers)
+    return GpuWorkerFactory(checkpoint, work, torch.device(choice.device), memory, workers)
 
 
-def engine_sentence(
-    choice: EngineChoice, engines: Engines, workers: int, *, processes: int = 1
+def worker_sentence(
+    choice: DeviceChoice, factory: WorkerFactory, workers: int, *, processes: int = 1
 ) -> str:
     """What converts, for the screen: where, with how many threads, in how much memory.
 
     The figures are those of each process.
     """
-    threads = engines.workers(workers)
+    threads = factory.count(workers)
     text = f"{'On' if processes == 1 else 'In'} {choice.text(threads, processes)}"
     if choice.device != "cpu":
         from beamq.convert.gpu_worker import SLOT_BYTES
 
         text += (
             f": at most {show_bytes(threads * SLOT_BYTES)} of page-locked memory and"
-            f" {show_bytes(engines.device_nbytes)} of the GPU's"
+            f" {show_bytes(factory.device_nbytes)} of the GPU's"
         )
     return f"{text}. {choice.note}".rstrip()
 
@@ -139,8 +139,8 @@ def _refusal(device: torch.device) -> str | None:
     return refusal(device, LEAST_CAPABILITY)
 
 
-def _on_gpu(device: torch.device) -> EngineChoice:
+def _on_gpu(device: torch.device) -> DeviceChoice:
     import torch
 
     index = device.index or 0
-    return EngineChoice(device=f"cuda:{index}", name=torch.cuda.get_device_name(device))
+    return DeviceChoice(device=f"cuda:{index}", name=torch.cuda.get_device_name(device))

@@ -1,9 +1,9 @@
 """One worker's line to a GPU: a stream, page-locked memory, and the kernels that run on it.
 
-`GpuQueue` is all that `GpuEngine` asks of a device. Everything is queued and nothing waits until a
+`GpuQueue` is all that `GpuWorker` asks of a device. Everything is queued and nothing waits until a
 mark is waited for, which puts the thread to sleep (16 threads that spin would take the cores from
 those that read and write) and leaves the interpreter to others. `CudaQueue` is the GPU; tests run
-the same engine on one that computes on the CPU, as late as it may.
+the same worker on one that computes on the CPU, as late as it may.
 """
 
 from __future__ import annotations

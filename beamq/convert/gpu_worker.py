@@ -1,6 +1,6 @@
 """Quantize one job on a GPU: read into page-locked chunks, upload, kernels, download, write.
 
-In, out and errors are those of `CpuEngine`, byte for byte; a GPU only takes the arithmetic off the
+In, out and errors are those of `CpuWorker`, byte for byte; a GPU only takes the arithmetic off the
 cores, which then have nothing to do but move bytes.
 
 The one idea: no pipeline. Each worker thread is one slot: a stream, two chunks for reading into and
@@ -15,7 +15,7 @@ What workers share is the interpreter, and asking for it back is what each call 
 costs most: so chunks are large, copies and marks do not let it go (cuda_driver.py), and the small
 tensors of a job are written together.
 
-Copied tensors, decoding, and groups the kernels do not take (mixed dtypes) go to a `CpuEngine`; so
+Copied tensors, decoding, and groups the kernels do not take (mixed dtypes) go to a `CpuWorker`; so
 does a job in which something is not finite, to be refused with its place.
 """
 
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from beamq.convert.buffer_pool import BufferPool
-from beamq.convert.cpu_worker import CpuEngine, CpuEngines
+from beamq.convert.cpu_worker import CpuWorker, CpuWorkerFactory
 from beamq.convert.gpu_queue import (
     CudaQueue,
     FirstLaunches,
@@ -206,7 +206,7 @@ DevicePool = BufferPool[Memory]
 Batch = list[tuple[memoryview, TensorSink]]
 
 
-class GpuEngine:
+class GpuWorker:
     """Runs jobs for one worker thread. Not shared between threads; the pool is."""
 
     def __init__(
@@ -214,14 +214,14 @@ class GpuEngine:
         checkpoint: Checkpoint,
         queue: GpuQueue,
         pool: DevicePool,
-        fallback: CpuEngine,
+        fallback: CpuWorker,
         *,
         scales: str,
         input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
     ) -> None:
-        """As `CpuEngine`; `fallback` is one with the same options."""
+        """As `CpuWorker`; `fallback` is one with the same options."""
         self._checkpoint = checkpoint
         self._queue = queue
         self._pool = pool
@@ -237,7 +237,7 @@ class GpuEngine:
     def run(
         self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
     ) -> JobResult:
-        """See `CpuEngine.run`; also raises `DeviceError`."""
+        """See `CpuWorker.run`; also raises `DeviceError`."""
         if not takes(job):
             return self._fallback.run(job, writer, held)
         result = JobResult()
@@ -407,7 +407,7 @@ class GpuEngine:
             self._advance(nbytes)
 
 
-# The engines of one GPU: what they share, and what they take of memory.
+# The workers of one GPU: what they share, and what they take of memory.
 #
 # On the host each worker has `SLOT_BYTES` of page-locked chunks. On the device a pool has room for
 # what all workers have in hand, `DEVICE_BYTES` or twice the largest group, less where less is free.
@@ -423,8 +423,8 @@ def device_need(work: Work) -> int:
     return max(DEVICE_BYTES, 2 * _largest(work))
 
 
-class GpuEngines:
-    """Engines on `device`. `memory` bounds page-locked memory and the fallback's groups, in bytes.
+class GpuWorkerFactory:
+    """Workers on `device`. `memory` bounds page-locked memory and the fallback's groups, in bytes.
 
     Raises `DeviceError` where the device cannot be used or has too little memory.
     """
@@ -435,7 +435,7 @@ class GpuEngines:
         self._checkpoint = checkpoint
         self._device = device
         self._memory = memory
-        self._cpu = CpuEngines(checkpoint, memory, workers)
+        self._cpu = CpuWorkerFactory(checkpoint, memory, workers)
         self._first = FirstLaunches()
         with device_errors(device):
             free, _ = torch.cuda.mem_get_info(device)
@@ -454,24 +454,24 @@ class GpuEngines:
         )
         self.device_nbytes = budget
 
-    def workers(self, asked: int) -> int:
+    def count(self, asked: int) -> int:
         """As many as have page-locked chunks within `memory`, and not too many for one GPU."""
         return max(1, min(asked, MAX_WORKERS, self._memory // SLOT_BYTES))
 
-    def engine(
+    def worker(
         self,
         *,
         scales: str,
         input_scale: Callable[[str], float] | None,
         stopped: Callable[[], bool],
         advance: Callable[[int], None],
-    ) -> GpuEngine:
-        """See `Engines`."""
-        return GpuEngine(
+    ) -> GpuWorker:
+        """See `WorkerFactory`."""
+        return GpuWorker(
             self._checkpoint,
             CudaQueue(self._device, self._first),
             self._pool,
-            self._cpu.engine(
+            self._cpu.worker(
                 scales=scales, input_scale=input_scale, stopped=stopped, advance=advance
             ),
             scales=scales,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # Where a run's input scales come from, and what may convert jobs on its way to them.
 #
-# Two protocols between the runner and what it is given: `ScaleSource` (a file, a constant, or a
-# calibration that is still to be made) and `Feed`, the part of the last that does work.
+# Two protocols between the runner and what it is given: `InputScaleProvider` (a file, a constant,
+# or a calibration that is still to be made) and `Feed`, the part of the last that does work.
 
 
 class Feed(Protocol):
@@ -42,7 +42,7 @@ class Feed(Protocol):
         """The `id` of each of `jobs` whose result was added to `shards`."""
 
 
-class ScaleSource(Protocol):
+class InputScaleProvider(Protocol):
     """Input scales of a run. With a `feed`, all but `digest` and `key` wait for it to have run.
 
     `digest` tells these scales from others before the run; a finished run's manifest has it under
@@ -85,7 +85,7 @@ class ScaleSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownScales:
-    """A `ScaleSource` that is there before the run."""
+    """A `InputScaleProvider` that is there before the run."""
 
     scale: Callable[[str], float]
     digest: str

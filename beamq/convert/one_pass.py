@@ -3,11 +3,11 @@
 In: a plan's jobs and `CalibrationOptions`. Out: shards, and the statistics from which their input
 scales came.
 
-One process reads each source byte once: the forward pass reads a layer, `TapEngine` converts it
-from the same buffers, and its input scales are written when its last sample has left it. What
-the forward pass never reads (the head, the last norm, tensors that are not Beam's) is left to
-the crew, and so are earlier layers of a resumed run whose shards were not finished. The output
-has the same bytes as `calibrate` followed by `quantize --calibration`.
+One process reads each source byte once: the forward pass reads a layer, `StreamingConverter`
+converts it from the same buffers, and its input scales are written when its last sample has left
+it. What the forward pass never reads (the head, the last norm, tensors that are not Beam's) is left
+to the scheduler, and so are earlier layers of a resumed run whose shards were not finished. The
+output has the same bytes as `calibrate` followed by `quantize --calibration`.
 
 Where the recipe rounds experts by their inputs (GPTQ), these are converted by a visitor of the same
 pass, layer by layer, from the weights that the forward pass holds. A run that is resumed then
@@ -36,7 +36,7 @@ from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.calib.input_scales import input_scales
 from beamq.calib.setup import CalibrationOptions, CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
-from beamq.convert.cpu_worker import Engine, Engines
+from beamq.convert.cpu_worker import Worker, WorkerFactory
 from beamq.convert.input_scales import Feed, KnownScales, from_statistics
 from beamq.convert.open_shards import (
     JobResult,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class OnePass:
-    """A `ScaleSource` and its own `Feed`.
+    """A `InputScaleProvider` and its own `Feed`.
 
     Made once options are checked: it loads the data and looks for the device. `statistics` is a
     file to save them in as well.
@@ -73,7 +73,7 @@ class OnePass:
         output: Path,
         options: CalibrationOptions,
         ranks: Ranks,
-        engines: Engines,
+        factory: WorkerFactory,
         *,
         device_nbytes: int = 0,
         statistics: Path | None = None,
@@ -92,7 +92,7 @@ class OnePass:
             taken_nbytes=device_nbytes,
         )
         self._plan = plan
-        self._engines = engines
+        self._factory = factory
         self._output = output
         self._state_folder = output / STATE_DIR / CALIBRATION
         self._statistics = statistics
@@ -127,7 +127,7 @@ class OnePass:
         return self._after_the_pass().of(module)
 
     def check_resumed(self) -> None:
-        """See `ScaleSource`."""
+        """See `InputScaleProvider`."""
         from beamq.calib.state import RunState  # torch, only where a model runs
 
         RunState(self._state_folder, self._setup.identity()).check_options()
@@ -148,31 +148,29 @@ class OnePass:
         """See `Feed`."""
 
         ranks = self._setup.ranks
-        experts: VisitedExperts | None = None
-        engine: TapEngine | None = None
+        experts: ExpertWriter | None = None
+        converter: StreamingConverter | None = None
         with ranks.talking():
             if self._method is not None:
-                experts = VisitedExperts(
+                experts = ExpertWriter(
                     self._plan, jobs, shards, output=self._output, ranks=ranks, advance=advance
                 )
             if ranks.world == 1 or experts is not None:
-                engine = TapEngine(
+                converter = StreamingConverter(
                     [job for job in jobs if experts is None or not is_visited(job)],
                     shards,
-                    self._engines,
+                    self._factory,
                     scales=self._plan.scales,
                     advance=advance,
                     stopped=stop.is_set,
                 )
-            stats = self._pass(engine, experts, stop)
+            stats = self._pass(converter, experts, stop)
         self._known, self.stats = from_statistics(self._plan, stats), stats
         self.calibrated = self._plan.config.num_layers, self._plan.config.num_layers
-        done = frozenset() if engine is None else frozenset(engine.done)
+        done = frozenset() if converter is None else frozenset(converter.done)
         return done if experts is None else done | experts.done
 
-    def _visit(
-        self, experts: VisitedExperts | None, stop: threading.Event
-    ) -> RoundingRequest | None:
+    def _visit(self, experts: ExpertWriter | None, stop: threading.Event) -> RoundingRequest | None:
         """Experts to round by their inputs, if there are any left."""
         if experts is None or not experts.wanted:
             return None
@@ -186,14 +184,17 @@ class OnePass:
         )
 
     def _pass(
-        self, engine: TapEngine | None, experts: VisitedExperts | None, stop: threading.Event
+        self,
+        converter: StreamingConverter | None,
+        experts: ExpertWriter | None,
+        stop: threading.Event,
     ) -> CalibrationStats:
         from beamq.calib.run import CalibrationPass
         from beamq.calib.state import RunState
 
         setup, ranks = self._setup, self._setup.ranks
         state = RunState(self._state_folder, setup.identity())
-        converters = [each for each in (engine, experts) if each is not None]
+        converters = [each for each in (converter, experts) if each is not None]
 
         def after(done: LayerDone) -> None:
             self.calibrated = done.layer + 1, done.layers
@@ -210,10 +211,10 @@ class OnePass:
         stats = CalibrationPass(
             setup,
             state,
-            tap=None if engine is None else engine.tap,
+            tap=None if converter is None else converter.tap,
             after=after,
             rounding=self._visit(experts, stop),
-            passed=None if engine is None else engine.passed,
+            passed=None if converter is None else converter.passed,
             stopped=stop.is_set,
         ).run()
         if ranks.first:
@@ -224,7 +225,7 @@ class OnePass:
 
 
 def _waiting_nbytes(plan: Plan, dtype: str) -> int:
-    """Upper bound of what `TapEngine` adds in buffers that wait for a partner's.
+    """Upper bound of what `StreamingConverter` adds in buffers that wait for a partner's.
 
     Those are of members that are cast on loading; all others lie in the loader's own. Partners are
     neighbours in the loader's list, of which it deals out `TAP_PLACES` stretches: of experts one
@@ -285,14 +286,14 @@ def _check_exact(plan: Plan, options: CalibrationOptions) -> None:
 # much longer.
 
 
-class TapEngine:
+class StreamingConverter:
     """Converts `jobs` as their bytes come by. `done` has the `id` of each finished job."""
 
     def __init__(
         self,
         jobs: Sequence[Job],
         shards: OpenShards,
-        engines: Engines,
+        factory: WorkerFactory,
         *,
         scales: str,
         advance: Callable[[int], None],
@@ -301,7 +302,7 @@ class TapEngine:
         self.done: set[int] = set()
         self._jobs = jobs
         self._shards = shards
-        self._new_engine = engines.engine
+        self._new_worker = factory.worker
         self._scales = scales
         self._advance = advance
         self._stopped = stopped
@@ -363,7 +364,7 @@ class TapEngine:
         self._run(job, [held[number] for number in range(len(job.members))])
 
     def _run(self, job: Job, views: Sequence[memoryview]) -> None:
-        result = self._engine().run(job, self._shards.writer(job.shard), views)
+        result = self._worker().run(job, self._shards.writer(job.shard), views)
         layer = job.members[0].role.layer
         if layer is None:
             self._advance(job.source_nbytes)
@@ -381,17 +382,17 @@ class TapEngine:
         with self._lock:
             self.done.add(id(job))
 
-    def _engine(self) -> Engine:
+    def _worker(self) -> Worker:
         """This thread's own."""
-        engine: Engine | None = getattr(self._own, "engine", None)
-        if engine is None:
-            engine = self._own.engine = self._new_engine(
+        worker: Worker | None = getattr(self._own, "worker", None)
+        if worker is None:
+            worker = self._own.worker = self._new_worker(
                 scales=self._scales,
                 input_scale=None,
                 stopped=self._stopped,
                 advance=lambda nbytes: None,  # told as the layer is passed
             )
-        return engine
+        return worker
 
 
 # Experts that a forward pass rounds, written by the process that has them.
@@ -412,7 +413,7 @@ Key = tuple[int, Group]
 """A layer, and a scale group of its experts."""
 
 
-class VisitedExperts:
+class ExpertWriter:
     """`wanted` has, by layer, the groups still to be rounded, at every rank the same. `done` has
     the `id` of each finished job of this rank's shards."""
 

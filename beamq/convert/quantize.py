@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from beamq.convert import output as output_folder
-from beamq.convert.device_choice import choose_engine, engine_sentence, open_engines
+from beamq.convert.device_choice import choose_conversion_device, open_workers, worker_sentence
 from beamq.convert.finalise import finalise
-from beamq.convert.input_scales import ScaleSource, check_options, given_input_scales
+from beamq.convert.input_scales import InputScaleProvider, check_options, given_input_scales
 from beamq.convert.limits import DEFAULT_MEMORY_BYTES, check_cache, check_memory, default_workers
 from beamq.convert.run import Progress, Runner, RunOptions, cache_folder
 from beamq.devices import check_device_name
@@ -139,12 +139,12 @@ def quantize(
             no_calibration=no_calibration,
             calibrate=bool(asked) or statistics is not None,
         )
-        scales: ScaleSource | None = given_input_scales(
+        scales: InputScaleProvider | None = given_input_scales(
             plan, checkpoint, calibration=calibration, no_calibration=no_calibration
         )
         check_memory(plan, max_host_memory)
         check_cache(plan, budget)
-        choice = choose_engine(
+        choice = choose_conversion_device(
             # A dry run converts nothing, and where any device will do, none is refused.
             "cpu" if dry_run and device == "auto" else device,
             plan,
@@ -152,21 +152,21 @@ def quantize(
             ranks=ranks,
             calibrates=scales is None,
         )
-        engines = None
+        factory = None
         if not dry_run:
-            engines = open_engines(
+            factory = open_workers(
                 choice, checkpoint, plan, memory=max_host_memory, workers=threads
             )
         if ranks.first:
             on_plan(plan)
         manifest, kept, engine = None, 0, ""
-        if engines is None:
+        if factory is None:
             finished = output_folder.finished_nbytes(output, plan) if resume else 0
             output_folder.check_space(output, plan, finished, cache_bytes, replaced=overwrite)
         else:
-            engine = choice.text(engines.workers(threads), ranks.world)
+            engine = choice.text(factory.count(threads), ranks.world)
             if ranks.first:
-                on_engine(engine_sentence(choice, engines, threads, processes=ranks.world))
+                on_engine(worker_sentence(choice, factory, threads, processes=ranks.world))
             if scales is None:
                 from beamq.calib.setup import CalibrationOptions
                 from beamq.convert.one_pass import OnePass
@@ -177,8 +177,8 @@ def quantize(
                     output,
                     CalibrationOptions(device=device, **asked),
                     ranks,
-                    engines,
-                    device_nbytes=engines.device_nbytes,
+                    factory,
+                    device_nbytes=factory.device_nbytes,
                     statistics=None if statistics is None else user_path(statistics),
                     on_start=on_start,
                     on_layer=on_layer,
@@ -187,7 +187,7 @@ def quantize(
                 checkpoint=checkpoint,
                 work=plan,
                 output=output,
-                engines=engines,
+                factory=factory,
                 scales=scales,
                 ranks=ranks,
                 options=RunOptions(
@@ -220,7 +220,7 @@ def _finalise(
     checkpoint: Checkpoint,
     plan: Plan,
     output: Path,
-    scales: ScaleSource,
+    scales: InputScaleProvider,
     base_model: str | None,
 ) -> Callable[[Mapping[str, ShardRecord]], dict[str, Any]]:
     def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from beamq.convert import output as output_folder
-from beamq.convert.cpu_worker import Engines
-from beamq.convert.input_scales import ScaleSource
+from beamq.convert.cpu_worker import WorkerFactory
+from beamq.convert.input_scales import InputScaleProvider
 from beamq.convert.limits import check_address_space, check_small_tensors
 from beamq.convert.open_shards import OpenShards, join
 from beamq.errors import Interrupted, ResumeError, counted
@@ -38,7 +38,7 @@ from beamq.version import __version__
 # In: jobs in plan order. Out: for each request, a job nobody has taken and one to read ahead.
 #
 # Writing takes the lock of the file written to, so workers that fill one shard queue up behind
-# each other. Lanes give them several: shards are dealt out in turn, a worker stays in its lane,
+# each other. Scheduler give them several: shards are dealt out in turn, a worker stays in its lane,
 # and helps the longest one when its own is empty. With one lane the order is the plan's, which a
 # remote source needs (its shards are fetched in that order) and two workers are served best by
 # (they are seldom in each other's way, and read in sequence).
@@ -48,12 +48,12 @@ MAX_LANES = 8  # shards that a crash may leave unfinished
 READ_AHEAD_JOBS = 2  # for each worker
 
 
-def lane_count(workers: int, *, remote: bool) -> int:
-    """Lanes for so many workers."""
+def queue_count(workers: int, *, remote: bool) -> int:
+    """Scheduler for so many workers."""
     return 1 if remote else max(1, min(MAX_LANES, workers // WORKERS_OF_A_LANE))
 
 
-class Lanes:
+class Scheduler:
     """Hands out the indices of `jobs`. Shared by threads."""
 
     def __init__(self, jobs: Sequence[Job], *, workers: int, lanes: int) -> None:
@@ -85,7 +85,7 @@ class Lanes:
 
 # Worker threads over the jobs of a plan.
 #
-# Jobs are taken in plan order, a few shards at a time (`Lanes`), so reading is sequential and
+# Jobs are taken in plan order, a few shards at a time (`Scheduler`), so reading is sequential and
 # only a few shards are open at once. While workers convert, the kernel reads the next jobs ahead
 # (or their shards are fetched from the Hub) and `OpenShards` makes whole shards durable: network,
 # disk, cores and memory overlap without any buffer of ours in between.
@@ -102,7 +102,7 @@ class Crew:
         checkpoint: Checkpoint,
         jobs: Sequence[Job],
         shards: OpenShards,
-        engines: Engines,
+        factory: WorkerFactory,
         *,
         workers: int,
         remote: bool,
@@ -115,10 +115,10 @@ class Crew:
         self._checkpoint = checkpoint
         self._jobs = jobs
         self._shards = shards
-        self._engines = engines
-        self._workers = min(engines.workers(workers), max(len(jobs), 1))
-        self._lanes = Lanes(
-            jobs, workers=self._workers, lanes=lane_count(self._workers, remote=remote)
+        self._factory = factory
+        self._workers = min(factory.count(workers), max(len(jobs), 1))
+        self._lanes = Scheduler(
+            jobs, workers=self._workers, lanes=queue_count(self._workers, remote=remote)
         )
         self._scales = scales
         self._input_scale = input_scale
@@ -150,7 +150,7 @@ class Crew:
             raise Interrupted("interrupted")
 
     def _work(self, number: int) -> None:
-        engine = self._engines.engine(
+        worker = self._factory.worker(
             scales=self._scales,
             input_scale=self._input_scale,
             stopped=self._stop.is_set,
@@ -166,7 +166,7 @@ class Crew:
             if ahead is not None:
                 self._read_ahead(self._jobs[ahead])
             self._prefetch.wait(index, self._stop.is_set)
-            self._shards.add(job, engine.run(job, writer))
+            self._shards.add(job, worker.run(job, writer))
             self._prefetch.finish(index)
 
     def _read_ahead(self, job: Job) -> None:
@@ -217,8 +217,8 @@ class Runner:
         checkpoint: Checkpoint,
         work: Work,
         output: Path,
-        engines: Engines,
-        scales: ScaleSource,
+        factory: WorkerFactory,
+        scales: InputScaleProvider,
         ranks: Ranks,
         options: RunOptions,
         finalise: Finalise,
@@ -226,7 +226,7 @@ class Runner:
         self._checkpoint = checkpoint
         self._work = work
         self._output = output
-        self._engines = engines
+        self._factory = factory
         self._scales = scales
         self._ranks = ranks
         self._options = options
@@ -359,7 +359,7 @@ class Runner:
         try:
             with (
                 stop_on_signals(stop),
-                short_turns(self._engines.device_nbytes > 0),
+                short_turns(self._factory.device_nbytes > 0),
                 OpenShards(work, self._output, journal, jobs, stop) as shards,
             ):
                 if self._scales.feed is not None:
@@ -369,7 +369,7 @@ class Runner:
                     self._checkpoint,
                     jobs,
                     shards,
-                    self._engines,
+                    self._factory,
                     workers=self._options.workers,
                     remote=bool(work.remote_shards),
                     scales=work.scales,

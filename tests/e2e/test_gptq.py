@@ -244,11 +244,11 @@ def two_ranks(
     script = (
         "import os, signal, sys; from beamq.convert.quantize import quantize;"
         "from beamq.calib import state; state.COST_SHARE = 0;"
-        "from beamq.convert import one_pass as v; done = v.VisitedExperts.finish_layer\n"
+        "from beamq.convert import one_pass as v; done = v.ExpertWriter.finish_layer\n"
         "def finish(self, layer, scale):\n"
         f"    if layer == {kill} and self._ranks.rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
         "    done(self, layer, scale)\n"
-        "v.VisitedExperts.finish_layer = finish\n"
+        "v.ExpertWriter.finish_layer = finish\n"
         f"quantize(sys.argv[1], sys.argv[2], device='cpu', **{options!r})"
     )
     started = [

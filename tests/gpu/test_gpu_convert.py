@@ -18,7 +18,7 @@ import safetensors_edit as st
 import torch
 
 from beamq.convert import quantize as conversion
-from beamq.convert.cpu_worker import CpuEngines
+from beamq.convert.cpu_worker import CpuWorkerFactory
 from beamq.convert.quantize import quantize
 from beamq.errors import DeviceError, TensorError
 from beamq.plan.recipe import BUILT_IN
@@ -93,17 +93,17 @@ def test_on_the_way_of_a_forward_pass(
     recipe: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same pass on the GPU with either engine: its statistics are the same, so all bytes."""
+    """The same pass on the GPU with either worker: its statistics are the same, so all bytes."""
     if source == "real" and recipe == "nvfp4-gptq":
-        pytest.skip("minutes of rounding, in which no engine takes part")
+        pytest.skip("minutes of rounding, in which no worker takes part")
     options = {"recipe": recipe, "device": "cuda", "max_shard_bytes": 300_000_000, **SMALL}
     found = quantize(sources[source], both[1], **options)
     assert found.engine.startswith("cuda:0")
 
-    def on_cpu(_: object, checkpoint: Any, __: object, **memory: int) -> CpuEngines:
-        return CpuEngines(checkpoint, **memory)
+    def on_cpu(_: object, checkpoint: Any, __: object, **memory: int) -> CpuWorkerFactory:
+        return CpuWorkerFactory(checkpoint, **memory)
 
-    monkeypatch.setattr(conversion, "open_engines", on_cpu)
+    monkeypatch.setattr(conversion, "open_workers", on_cpu)
     quantize(sources[source], both[0], **options)
     assert_same(both[1], both[0])
 

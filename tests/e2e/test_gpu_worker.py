@@ -1,4 +1,4 @@
-"""The GPU engine on a double of the GPU: the bytes, counts and errors of the CPU engine.
+"""The GPU worker on a double of the GPU: the bytes, counts and errors of the CPU worker.
 
 The double computes as late as it may, so a missing wait shows (the last test makes sure of that).
 What a real GPU computes is compared in tests/gpu/test_gpu_convert.py.
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import safetensors_edit as st
-from gpu_double import HostEngines, HostQueue
+from gpu_double import HostQueue, HostWorkerFactory
 
 from beamq.convert import gpu_worker
 from beamq.convert import quantize as conversion
@@ -27,23 +27,23 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.plan.recipe import BUILT_IN
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
-Use = Callable[..., list[HostEngines]]
+Use = Callable[..., list[HostWorkerFactory]]
 
 
 @pytest.fixture
 def use_double(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """Have conversions run on the double; gives the list of engines that were opened."""
+    """Have conversions run on the double; gives the list of worker factories that were opened."""
 
-    def use(**options: Any) -> list[HostEngines]:
-        opened: list[HostEngines] = []
+    def use(**options: Any) -> list[HostWorkerFactory]:
+        opened: list[HostWorkerFactory] = []
 
         def open_double(
             _: object, checkpoint: Checkpoint, *__: object, **___: object
-        ) -> HostEngines:
-            opened.append(HostEngines(checkpoint, **options))
+        ) -> HostWorkerFactory:
+            opened.append(HostWorkerFactory(checkpoint, **options))
             return opened[-1]
 
-        monkeypatch.setattr(conversion, "open_engines", open_double)
+        monkeypatch.setattr(conversion, "open_workers", open_double)
         return opened
 
     return use
@@ -222,7 +222,7 @@ def test_a_wrong_global_scale_stops_the_run(
         quantize(beam_nano, tmp_path / "gpu", no_calibration=True)
 
 
-def test_a_stopped_run_goes_on_with_the_other_engine(
+def test_a_stopped_run_goes_on_with_the_other_worker(
     beam_nano: Path, tmp_path: Path, use_double: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"no_calibration": True, "max_shard_bytes": 300_000, "workers": 2}
@@ -310,7 +310,7 @@ def test_pieces_of_any_size_give_the_cpu_the_same_bytes(
 
 
 def test_the_library_is_left_as_it_was(beam_nano: Path, tmp_path: Path) -> None:
-    """`device="cpu"` makes no GPU engine, and says what converted."""
+    """`device="cpu"` makes no GPU worker, and says what converted."""
     result = quantize(
         beam_nano,
         tmp_path / "out",

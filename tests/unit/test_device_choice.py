@@ -15,10 +15,10 @@ from beamq.calib import setup as calib_device
 from beamq.convert import device_choice, gpu_worker
 from beamq.convert.device_choice import (
     START_SECONDS,
-    choose_engine,
-    engine_sentence,
-    open_engines,
+    choose_conversion_device,
+    open_workers,
     saved_seconds,
+    worker_sentence,
 )
 from beamq.convert.gpu_worker import SLOT_BYTES
 from beamq.errors import DeviceError, UsageError
@@ -59,8 +59,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def choose(asked: str, made: Any, **options: Any) -> device_choice.EngineChoice:
-    return choose_engine(asked, made, workers=2, ranks=ALONE, **options)
+def choose(asked: str, made: Any, **options: Any) -> device_choice.DeviceChoice:
+    return choose_conversion_device(asked, made, workers=2, ranks=ALONE, **options)
 
 
 def test_auto_takes_a_gpu_that_pays(gpu: list[str]) -> None:
@@ -87,8 +87,8 @@ def test_a_gpu_that_cannot(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> N
         found = choose(asked, work(1000 * GB), **more)
         assert found.device == "cpu"
         assert "compute capability 8.0" in found.note
-        assert "compute capability" in engine_sentence(
-            found, open_engines(found, None, None, memory=1, workers=2), 2
+        assert "compute capability" in worker_sentence(
+            found, open_workers(found, None, None, memory=1, workers=2), 2
         )  # type: ignore[arg-type]
 
 
@@ -123,19 +123,19 @@ def test_small_and_ordered_runs_import_no_torch(beam_nano: Path, tmp_path: Path)
         subprocess.run(command, check=True)
 
 
-class TestGpuEngines:
+class TestGpuWorkerFactory:
     """Bounds, on a machine that says it has a GPU of so many bytes."""
 
     def opened(
         self, monkeypatch: pytest.MonkeyPatch, free: int, made: Any, memory: int = 10 * GB
-    ) -> gpu_worker.GpuEngines:
+    ) -> gpu_worker.GpuWorkerFactory:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
-        return gpu_worker.GpuEngines(None, made, torch.device("cuda", 0), memory, 16)  # type: ignore[arg-type]
+        return gpu_worker.GpuWorkerFactory(None, made, torch.device("cuda", 0), memory, 16)  # type: ignore[arg-type]
 
     def test_workers_within_the_memory_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engines = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=5 * SLOT_BYTES + 7)
-        assert [engines.workers(asked) for asked in (1, 5, 16)] == [1, 5, 5]
-        assert self.opened(monkeypatch, 100 * GB, work(1 << 20), memory=1).workers(16) == 1
+        factory = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=5 * SLOT_BYTES + 7)
+        assert [factory.count(asked) for asked in (1, 5, 16)] == [1, 5, 5]
+        assert self.opened(monkeypatch, 100 * GB, work(1 << 20), memory=1).count(16) == 1
 
     def test_memory_of_the_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self.opened(monkeypatch, 100 * GB, work(GB)).device_nbytes
@@ -146,14 +146,14 @@ class TestGpuEngines:
             self.opened(monkeypatch, GB // 2, work(GB))
 
     def test_the_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        engines = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=2 * SLOT_BYTES)
-        choice = device_choice.EngineChoice(device="cuda:0", name="H200")
-        text = engine_sentence(choice, engines, 16)
+        factory = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=2 * SLOT_BYTES)
+        choice = device_choice.DeviceChoice(device="cuda:0", name="H200")
+        text = worker_sentence(choice, factory, 16)
         assert text == (
             "On cuda:0 (H200), 2 threads: at most 100.66 MB of page-locked memory and 2.15 GB of"
             " the GPU's."
         )
-        text = engine_sentence(choice, engines, 16, processes=4)
+        text = worker_sentence(choice, factory, 16, processes=4)
         assert text.startswith("In 4 processes, each on a GPU (H200), 2 threads: at most 100.66 MB")
 
 
@@ -161,6 +161,6 @@ class TestGpuEngines:
     ("processes", "text"), [(1, "On 1 thread."), (2, "In 2 processes, each on 1 thread.")]
 )
 def test_the_sentence_tells_of_several_processes(processes: int, text: str) -> None:
-    choice = device_choice.EngineChoice(device="cpu")
-    engines = open_engines(choice, None, None, memory=1, workers=1)  # type: ignore[arg-type]
-    assert engine_sentence(choice, engines, 1, processes=processes) == text
+    choice = device_choice.DeviceChoice(device="cpu")
+    factory = open_workers(choice, None, None, memory=1, workers=1)  # type: ignore[arg-type]
+    assert worker_sentence(choice, factory, 1, processes=processes) == text

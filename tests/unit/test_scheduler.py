@@ -1,4 +1,4 @@
-"""Lanes: every job once, each shard from front to back, nobody idle while there is work."""
+"""Scheduler: every job once, each shard from front to back, nobody idle while there is work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from beamq.convert.run import READ_AHEAD_JOBS, Lanes, lane_count
+from beamq.convert.run import READ_AHEAD_JOBS, Scheduler, queue_count
 
 
 @dataclass
@@ -17,12 +17,12 @@ class Job:
     shard: int
 
 
-def lanes_of(sizes: list[int], *, workers: int, lanes: int) -> Lanes:
+def scheduler_of(sizes: list[int], *, workers: int, lanes: int) -> Scheduler:
     jobs: Any = [Job(shard) for shard, size in enumerate(sizes) for _ in range(size)]
-    return Lanes(jobs, workers=workers, lanes=lanes)
+    return Scheduler(jobs, workers=workers, lanes=lanes)
 
 
-def all_of(lanes: Lanes, worker: int) -> list[int]:
+def all_of(lanes: Scheduler, worker: int) -> list[int]:
     taken = []
     while (found := lanes.take(worker)) is not None:
         taken.append(found[0])
@@ -30,13 +30,13 @@ def all_of(lanes: Lanes, worker: int) -> list[int]:
 
 
 def test_how_many() -> None:
-    counts = [lane_count(workers, remote=False) for workers in (1, 2, 3, 4, 8, 16, 32)]
+    counts = [queue_count(workers, remote=False) for workers in (1, 2, 3, 4, 8, 16, 32)]
     assert counts == [1, 1, 1, 2, 4, 8, 8]
-    assert lane_count(32, remote=True) == 1
+    assert queue_count(32, remote=True) == 1
 
 
 def test_one_lane_is_the_order_of_the_plan() -> None:
-    lanes = lanes_of([3, 2, 4], workers=2, lanes=1)
+    lanes = scheduler_of([3, 2, 4], workers=2, lanes=1)
     for expected in range(9):
         ahead = expected + 2 * READ_AHEAD_JOBS
         assert lanes.take(expected % 2) == (expected, ahead if ahead < 9 else None)
@@ -44,14 +44,14 @@ def test_one_lane_is_the_order_of_the_plan() -> None:
 
 
 def test_workers_stay_in_their_shards_and_then_help_the_longest_lane() -> None:
-    lanes = lanes_of([2, 6, 1, 1], workers=2, lanes=2)  # lanes: shards 0, 2 and shards 1, 3
+    lanes = scheduler_of([2, 6, 1, 1], workers=2, lanes=2)  # lanes: shards 0, 2 and shards 1, 3
     assert [lanes.take(0), lanes.take(1)] == [(0, 8), (2, 4)]
     assert [lanes.take(0)[0] for _ in range(4)] == [1, 8, 3, 4]
     assert lanes.take(1) == (5, 7)
 
 
 def test_what_is_read_ahead_lies_in_the_own_lane() -> None:
-    lanes = lanes_of([4, 4, 4, 4], workers=4, lanes=2)
+    lanes = scheduler_of([4, 4, 4, 4], workers=4, lanes=2)
     found = [lanes.take(1) for _ in range(8)]
     assert found[:2] == [(4, 12), (5, 13)]
     assert [ahead for _, ahead in found[4:]] == [None] * 4
@@ -59,7 +59,7 @@ def test_what_is_read_ahead_lies_in_the_own_lane() -> None:
 
 @pytest.mark.parametrize("lanes", [1, 3, 8])
 def test_every_job_is_taken_once_by_many_threads(lanes: int) -> None:
-    shared = lanes_of([50, 1, 70, 30, 0, 49], workers=8, lanes=lanes)
+    shared = scheduler_of([50, 1, 70, 30, 0, 49], workers=8, lanes=lanes)
     found: Counter[int] = Counter()
     lock = threading.Lock()
 
@@ -77,4 +77,4 @@ def test_every_job_is_taken_once_by_many_threads(lanes: int) -> None:
 
 
 def test_more_lanes_than_shards() -> None:
-    assert sorted(all_of(lanes_of([2, 1], workers=16, lanes=8), 5)) == [0, 1, 2]
+    assert sorted(all_of(scheduler_of([2, 1], workers=16, lanes=8), 5)) == [0, 1, 2]
