@@ -42,8 +42,6 @@ def calibrate(
     sequence_length: int | None = None,
     seed: int = 0,
     experts: ExpertsMode = "routed",
-    percentile: float | None = None,
-    second_moments: bool = False,
     dtype: str = "bfloat16",
     device: str = "auto",
     gemm: str = "auto",
@@ -69,8 +67,6 @@ def calibrate(
         sequence_length=sequence_length,
         seed=seed,
         experts=experts,
-        percentile=percentile,
-        second_moments=second_moments,
         dtype=dtype,
         device=device,
         gemm=gemm,
@@ -135,15 +131,12 @@ def _differences(found: CalibrationStats, setup: CalibrationSetup) -> list[str]:
     if len(found.data) != 1:
         return [f"{len(found.data)} data sets merged"]
     had = found.data[0]
-    moments = any(entry.second_moment is not None for entry in found.inputs.values())
     pairs = {
         "--samples": (had.get("samples_asked"), wanted["samples_asked"]),
         "--sequence-length": (had.get("sequence_length"), wanted["sequence_length"]),
         "--seed": (had.get("seed"), wanted["seed"]),
         "--dtype": (had.get("activations"), wanted["activations"]),
         "--experts": (found.experts, options.experts),
-        "--percentile": (found.percentile, options.percentile),
-        "second moments": (moments, options.second_moments),
     }
     odd = [f"{name} {was}, not {now}" for name, (was, now) in pairs.items() if was != now]
     if not odd and found.data_digests != (setup.data.digest,):

@@ -8,12 +8,7 @@ no copy of it; what is kept is a few numbers for each expert. Nothing waits for 
 the layer's end. Largest magnitudes are exact: those of the activation dtype, widened to FP32.
 
 Tokens with a NaN or infinity at some input are left out of that input's statistics, all of the
-token, and counted (`suspects`). What is rarer is paid for only where it is asked for:
-
-    percentile       a count for each BF16 magnitude (32,768 of them); the answer is the smallest
-                     magnitude that at least that share of values does not exceed, exact for BF16
-                     activations and rounded up to the next BF16 value for FP32 ones
-    second_moments   FP64 sums of squares for each input channel
+token, and counted (`suspects`).
 
 Limits: one layer at a time; with experts="all" the routed inputs are not looked at.
 """
@@ -31,11 +26,9 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.calib.statistics import MAX_DROPPED_NAMES, ExpertsMode, InputStats
-from beamq.errors import CalibrationError, Interrupted, UsageError
+from beamq.errors import CalibrationError, Interrupted
 from beamq.model.observers import Quiet
 
-MAGNITUDES = 1 << 15  # BF16 bit patterns without the sign
-CHUNK_ELEMENTS = 1 << 22
 _GROUPS = {"qkv_gate": "qkv_gate", "o_proj": "o", "gate_up": "gate_up", "down_proj": "down"}
 _ATTENTION = ("qkv_gate", "o_proj")
 
@@ -58,8 +51,6 @@ class _RunningEntry:
     amax: torch.Tensor
     bad: torch.Tensor
     rows: NDArray[np.int64]
-    counts: torch.Tensor | None = None  # [G, MAGNITUDES]
-    squares: torch.Tensor | None = None  # [G, K]
 
 
 class Collector:
@@ -71,18 +62,12 @@ class Collector:
         device: torch.device,
         *,
         experts: ExpertsMode = "routed",
-        percentile: float | None = None,
-        second_moments: bool = False,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        if percentile is not None and not 0 < percentile <= 100:
-            raise UsageError(f"percentile is {percentile}, expected more than 0 and at most 100")
         self.every_expert = experts == "all"
         self.expert_inputs = experts == "routed"
         self._config = config
         self._device = device
-        self._percentile = percentile
-        self._second_moments = second_moments
         self._stopped = stopped
         self._entries: dict[str, _RunningEntry] = {}
         self._routed: torch.Tensor | None = None
@@ -127,7 +112,10 @@ class Collector:
             bad = entry.bad.cpu().numpy()
             if bad.any():
                 suspects[_module(name, int(bad.nonzero()[0][0]))] = int(bad.sum())
-            inputs[name] = self._stats(name, entry, entry.rows - bad)
+            shape = entry.rows.shape if ".experts." in name else ()
+            inputs[name] = InputStats(
+                amax=entry.amax.cpu().numpy().reshape(shape), rows=(entry.rows - bad).reshape(shape)
+            )
         routed = None if self._routed is None else self._routed.cpu().numpy()
         self._entries, self._routed = {}, None
         return LayerRecord(layer=layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
@@ -146,46 +134,16 @@ class Collector:
             raise Interrupted("stopped")
         entry = self._entries.get(name)
         if entry is None:
-            entry = self._entries[name] = self._new(x_SK.shape[1], size)
+            entry = self._entries[name] = _RunningEntry(
+                amax=torch.zeros(size, dtype=torch.float32, device=self._device),
+                bad=torch.zeros(size, dtype=torch.int64, device=self._device),
+                rows=np.zeros(size, dtype=np.int64),
+            )
         here = slice(first, first + len(offsets) - 1)
         amax, bad = segment_amax(x_SK, offsets)
         entry.amax[here] = torch.maximum(entry.amax[here], amax)
         entry.bad[here] += bad
         entry.rows[here] += [end - begin for begin, end in itertools.pairwise(offsets)]
-        for place, low, high in _busy(offsets):
-            if entry.counts is not None:
-                _count_magnitudes(x_SK[low:high], entry.counts[first + place])
-            if entry.squares is not None:
-                _add_squares(x_SK[low:high], entry.squares[first + place])
-
-    def _new(self, width: int, size: int) -> _RunningEntry:
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self._device)
-
-        return _RunningEntry(
-            amax=zeros(size, dtype=torch.float32),
-            bad=zeros(size, dtype=torch.int64),
-            rows=np.zeros(size, dtype=np.int64),
-            counts=None if self._percentile is None else zeros(size, MAGNITUDES, dtype=torch.int64),
-            squares=zeros(size, width, dtype=torch.float64) if self._second_moments else None,
-        )
-
-    def _stats(self, name: str, entry: _RunningEntry, rows: NDArray[np.int64]) -> InputStats:
-        amax = entry.amax.cpu().numpy()
-        percentile = moment = None
-        if entry.counts is not None and self._percentile is not None:
-            high = _percentile(entry.counts, self._percentile).cpu().numpy()
-            percentile = np.minimum(high, amax)
-        if entry.squares is not None:
-            mean = entry.squares.cpu().numpy() / np.maximum(rows, 1)[:, None]
-            moment = np.minimum(mean, np.finfo(np.float32).max).astype(np.float32)
-        shape: tuple[int, ...] = rows.shape if ".experts." in name else ()
-        return InputStats(
-            amax=amax.reshape(shape),
-            rows=rows.reshape(shape),
-            percentile=None if percentile is None else percentile.reshape(shape),
-            second_moment=None if moment is None else moment.reshape(*shape, moment.shape[-1]),
-        )
 
 
 def _module(entry: str, expert: int) -> str:
@@ -244,40 +202,6 @@ def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield place, offsets[place], offsets[place + 1]
 
 
-def _finite_rows(x_SK: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The rows without NaN or infinity, some at a time."""
-    step = max(1, CHUNK_ELEMENTS // max(x_SK.shape[1], 1))
-    for start in range(0, x_SK.shape[0], step):
-        rows = x_SK[start : start + step]
-        yield rows[rows.isfinite().all(1)]
-
-
-def _count_magnitudes(x_SK: torch.Tensor, counts: torch.Tensor) -> None:
-    for rows in _finite_rows(x_SK):
-        if rows.dtype == torch.bfloat16:
-            bits = rows.view(torch.int16).int() & 0x7FFF
-        else:
-            bits = (rows.float().view(torch.int32) & 0x7FFFFFFF) + 0xFFFF >> 16
-        counts += torch.bincount(bits.flatten(), minlength=MAGNITUDES)
-
-
-def _percentile(counts_GM: torch.Tensor, percentile: float) -> torch.Tensor:
-    """FP32 [G]: the smallest magnitude that `percentile` percent of values do not exceed."""
-    running_GM = counts_GM.cumsum(1)
-    # Less a millionth, or 99.9% of 1,000 values would be 999.0000000000001 of them, so 1,000.
-    wanted_G1 = (running_GM[:, -1:].double() * (percentile / 100) - 1e-6).ceil().long()
-    wanted_G1.clamp_(min=1)
-    place_G = torch.searchsorted(running_GM, wanted_G1)[:, 0].clamp_(max=MAGNITUDES - 1)
-    empty_G = running_GM[:, -1] == 0
-    value_G = (place_G.int() << 16).view(torch.float32)
-    return torch.where(empty_G, 0.0, value_G)
-
-
-def _add_squares(x_SK: torch.Tensor, squares_K: torch.Tensor) -> None:
-    for rows in _finite_rows(x_SK):
-        squares_K += rows.double().square().sum(0)
-
-
 # How much of a layer its batches have passed, for whoever shows progress within layers.
 #
 # In: the pass, as an observer. Out: calls of `tell(layer, share)`, each time a batch enters a
@@ -321,11 +245,11 @@ MAX_DROPPED_SHARE = 0.01
 """Of all tokens. One bad sequence among 128 is passed over, two of them stop the run."""
 
 
-def combine(records: Sequence[LayerRecord], *, divided: bool = False) -> LayerRecord:
-    """One layer's record from those of all ranks, each with experts of its own.
+def combine(records: Sequence[LayerRecord]) -> LayerRecord:
+    """One layer's record from those of all ranks.
 
-    What is not an expert's was seen by each rank of its own batches, if they were `divided`;
-    otherwise by every rank alike, and the first one's is taken.
+    Each rank saw the inputs of its own experts for all batches, and of the other linears for its
+    own batches.
     """
     first = records[0]
     if len(records) == 1:
@@ -334,34 +258,18 @@ def combine(records: Sequence[LayerRecord], *, divided: bool = False) -> LayerRe
     suspects: dict[str, int] = {}
     for record in records:
         for module, count in record.suspects.items():
-            known = suspects.get(module, 0)
-            suspects[module] = known + count if divided else max(count, known)
+            suspects[module] = suspects.get(module, 0) + count
     inputs: dict[str, InputStats] = {}
     for name in names:
         found = [record.inputs[name] for record in records if name in record.inputs]
-        if ".experts." in name:
-            inputs[name] = _sum_of_experts(found)
-        else:
-            inputs[name] = _of_all_batches(found) if divided else found[0]
-    routed = first.routed_tokens
-    if divided:
-        counts = [r.routed_tokens for r in records if r.routed_tokens is not None]
-        routed = np.asarray(sum(counts)) if counts else None
+        # An expert is at one rank and the others have zeros for it, so the maximum fits both kinds.
+        inputs[name] = InputStats(
+            amax=np.asarray(np.maximum.reduce([entry.amax for entry in found])),
+            rows=np.asarray(sum(entry.rows for entry in found)),
+        )
+    counts = [r.routed_tokens for r in records if r.routed_tokens is not None]
+    routed = np.asarray(sum(counts)) if counts else None
     return LayerRecord(layer=first.layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
-
-
-def _of_all_batches(entries: Sequence[InputStats]) -> InputStats:
-    """Each rank saw some of the batches; largest magnitudes and rows only."""
-    return InputStats(
-        amax=np.asarray(np.maximum.reduce([entry.amax for entry in entries])),
-        rows=np.asarray(sum(entry.rows for entry in entries)),
-    )
-
-
-def _sum_of_experts(entries: Sequence[InputStats]) -> InputStats:
-    """Each expert is at one rank; all others have zeros in its place."""
-    arrays = [entry.arrays() for entry in entries]
-    return InputStats(**{key: np.asarray(sum(a[key] for a in arrays)) for key in arrays[0]})
 
 
 class TokenWatch:

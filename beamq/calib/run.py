@@ -126,9 +126,6 @@ class CalibrationPass:
         self._plan = setup.plan
         self._dtype = getattr(torch, options.dtype)
         self._ranks = setup.ranks
-        # Largest magnitudes of some batches and of others make those of all; FP64 sums and
-        # percentiles would not, to the bit.
-        self._divided = options.percentile is None and not options.second_moments
         self._state = state
         self._after = after
         self._tap = tap
@@ -146,8 +143,6 @@ class CalibrationPass:
             self._config,
             device,
             experts=options.experts,
-            percentile=options.percentile,
-            second_moments=options.second_moments,
             stopped=stopped,
         )
         self._stats = CalibrationStats(
@@ -163,7 +158,6 @@ class CalibrationPass:
                 "python": platform.python_version(),
                 "torch": torch.__version__,
             },
-            percentile=options.percentile,
         )
 
     def run(self) -> CalibrationStats:
@@ -172,7 +166,7 @@ class CalibrationPass:
         if final is not None and self._rounding is None:
             return final
         cap_kernel_caches()
-        exchange = exchange_for(self._ranks, self._config, divided=self._divided)
+        exchange = exchange_for(self._ranks, self._config)
         saved = self._state.load()
         if (
             saved is not None
@@ -267,7 +261,7 @@ class CalibrationPass:
         hidden = [batch.h_TK for batch in batches]
         home = {number: h_TK for number, h_TK in enumerate(hidden) if exchange.mine(number)}
         found = self._ranks.gather((self._collector.take(layer), self._watch.bad_tokens(home)))
-        record = combine([theirs for theirs, _ in found], divided=self._divided)
+        record = combine([theirs for theirs, _ in found])
         self._watch.look(record, {n: bad_RT for _, bad in found for n, bad_RT in bad.items()})
         routed = {} if record.routed_tokens is None else {layer: record.routed_tokens}
         own = replace(self._stats, inputs=record.inputs, routed_tokens=routed)

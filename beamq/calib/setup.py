@@ -47,10 +47,9 @@ class CalibrationOptions:
     """Raises `UsageError` when made with values that make no sense.
 
     `data` are `--data` specs (none: the default text). `experts` "all" shows every expert every
-    token, for statistics only. `percentile` (99.9, say) and `second_moments` ask for more than
-    largest magnitudes. `dtype` is that of activations; `device` "auto" is the GPU where there is
-    one, and `gemm` "auto" the fastest that works there. `max_device_memory` is in bytes (None:
-    what is free on a GPU, no limit on a CPU).
+    token, for statistics only. `dtype` is that of activations; `device` "auto" is the GPU where
+    there is one, and `gemm` "auto" the fastest that works there. `max_device_memory` is in
+    bytes (None: what is free on a GPU, no limit on a CPU).
     """
 
     data: tuple[str, ...] = ()
@@ -58,8 +57,6 @@ class CalibrationOptions:
     sequence_length: int | None = None
     seed: int = 0
     experts: ExpertsMode = "routed"
-    percentile: float | None = None
-    second_moments: bool = False
     dtype: str = "bfloat16"
     device: str = "auto"
     gemm: str = "auto"
@@ -74,10 +71,6 @@ class CalibrationOptions:
             raise UsageError(f"experts is {self.experts!r}, expected routed or all")
         if self.dtype not in DTYPES:
             raise UsageError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
-        if self.percentile is not None and not 0 < self.percentile <= 100:
-            raise UsageError(
-                f"percentile is {self.percentile}, expected more than 0 and at most 100"
-            )
 
     def size(self, device_type: str, config: Mapping[str, Any]) -> tuple[int, int]:
         """(samples, sequence length) on a device, for a model's config.json."""
@@ -100,8 +93,6 @@ class CalibrationOptions:
         """What of this changes the statistics, besides the data, by option."""
         return {
             "--experts": self.experts,
-            "--percentile": str(self.percentile),
-            "--second-moments": str(self.second_moments),
             "--dtype": self.dtype,
         }
 

@@ -51,10 +51,10 @@ def calibrate(
     experts: ExpertsOption = None,
     percentile: Annotated[
         float | None,
-        typer.Option("--percentile", help="Record this percentile of inputs too, as 99.9."),
+        typer.Option("--percentile", help="No longer recorded: nothing read it."),
     ] = None,
     second_moments: Annotated[
-        bool, typer.Option("--second-moments", help="Record mean squares of each input too.")
+        bool, typer.Option("--second-moments", help="No longer recorded: nothing read them.")
     ] = False,
     dtype: DtypeOption = None,
     device: Device = "auto",
@@ -91,6 +91,8 @@ def calibrate(
         from beamq.calib.calibrate import calibrate as run
         from beamq.units import parse_size, show_seconds
 
+        if percentile is not None or second_moments:
+            screen.say("Note: --percentile and --second-moments change nothing; leave them out.")
         begun = time.monotonic()
         with screen.progress("calibrating") as advance:
 
@@ -109,8 +111,6 @@ def calibrate(
                 sequence_length=sequence_length,
                 seed=seed or 0,
                 experts="all" if experts is not None and experts.value == "all" else "routed",
-                percentile=percentile,
-                second_moments=second_moments,
                 dtype="bfloat16" if dtype is None else dtype.value,
                 device=device,
                 max_device_memory=None

@@ -13,8 +13,8 @@ All else (attention, dense MLPs, routers) is computed where the batch is at home
 n modulo R, and its states and choices are told to the others, which need them in front of their
 experts. Bits are those of one process as long as all are the same kind of device.
 
-Undivided, each process computes all else for itself, alike: for observers of it whose findings
-cannot be put together exactly (sums of squares, percentiles).
+Undivided, each process computes everything else for itself: for `compare`, whose scores cannot be
+put together exactly from those of several processes.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ def test_largest_values_are_those_of_the_cpu(
         assert torch.equal(ours[1].cpu(), wanted[1])
 
 
-def test_percentiles_and_moments_are_those_of_the_cpu(cuda: torch.device) -> None:
+def test_what_is_collected_is_that_of_the_cpu(cuda: torch.device) -> None:
     records = []
     for device in (cuda, torch.device("cpu")):
-        collector = Collector(LAYER, device, percentile=99.0, second_moments=True)
+        collector = Collector(LAYER, device)
         x = torch.randn(500, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
         x[7, 7] = NAN
         collector.expert_input(0, "gate_up", x.to(device), 2, (0, 100, 100, 500))
@@ -51,7 +51,7 @@ def test_percentiles_and_moments_are_those_of_the_cpu(cuda: torch.device) -> Non
         records.append(collector.take(0))
     ours, wanted = (record.inputs["layers.0.experts.gate_up"] for record in records)
     for key, array in wanted.arrays().items():
-        np.testing.assert_allclose(ours.arrays()[key], array, rtol=1e-6, err_msg=key)
+        assert np.array_equal(ours.arrays()[key], array), key
     assert np.array_equal(records[0].routed_tokens, records[1].routed_tokens)
     assert records[0].suspects == records[1].suspects
 

@@ -148,55 +148,6 @@ def test_the_place_of_the_first_bad_input_is_named(config: BeamConfig) -> None:
     assert collector.take(0).suspects == {"model.layers.0.self_attn.q_proj": 1}
 
 
-@pytest.mark.parametrize("percent", [0.01, 50.0, 90.0, 99.9, 100.0])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_percentile(config: BeamConfig, percent: float, dtype: torch.dtype) -> None:
-    batches = [noise(40, 25, dtype, seed) for seed in (1, 2)]
-    entry = show_experts(Collector(config, CPU, percentile=percent), batches, CUTS).inputs[
-        "layers.1.experts.down"
-    ]
-    assert entry.percentile is not None
-    for expert in range(8):
-        parts = [plain(x)[c[expert] : c[expert + 1]] for x, c in zip(batches, CUTS, strict=True)]
-        seen = np.abs(np.concatenate(parts)).ravel()
-        if not seen.size:
-            assert entry.percentile[expert] == 0
-            continue
-        exact = np.quantile(seen, percent / 100, method="inverted_cdf")
-        found = entry.percentile[expert]
-        if dtype == BF16:
-            assert found == exact
-        else:
-            assert exact <= found <= exact * (1 + 2**-7)
-        assert found <= entry.amax[expert]
-
-
-def test_percentile_passes_over_rows_that_are_not_finite(config: BeamConfig) -> None:
-    collector = Collector(config, CPU, percentile=100.0, second_moments=True)
-    x = torch.ones(4, 64)
-    x[1, 5], x[2, 6] = NAN, 3.4e38
-    collector.linear_input(0, "gate_up", x)
-    entry = collector.take(0).inputs["layers.0.mlp.gate_up"]
-    assert entry.rows == 3
-    assert entry.percentile == entry.amax == np.float32(3.4e38)
-    assert entry.second_moment is not None
-    assert entry.second_moment[0] == 1
-    assert entry.second_moment[6] == np.finfo(np.float32).max, "beyond FP32, but finite"
-
-
-def test_second_moments(config: BeamConfig) -> None:
-    batches = [noise(40, 32, BF16, seed) for seed in (1, 2)]
-    record = show_experts(Collector(config, CPU, second_moments=True), batches, CUTS)
-    entry = record.inputs["layers.1.experts.down"]
-    assert entry.second_moment is not None
-    assert entry.second_moment.shape == (8, 32)
-    for expert in range(8):
-        parts = [plain(x)[c[expert] : c[expert + 1]] for x, c in zip(batches, CUTS, strict=True)]
-        seen = np.concatenate(parts).astype(np.float64)
-        expected = (seen**2).mean(0) if len(seen) else np.zeros(32)
-        assert np.allclose(entry.second_moment[expert], expected, rtol=1e-6)
-
-
 def test_every_expert_sees_every_token_when_asked(config: BeamConfig) -> None:
     collector = Collector(config, CPU, experts="all")
     x = noise(40, 32)
@@ -237,7 +188,8 @@ def test_ranks_are_put_together(config: BeamConfig) -> None:
     assert whole.inputs["layers.1.experts.down"].amax.tolist() == [2.0, 5.0]
     assert whole.inputs["layers.1.experts.down"].rows.tolist() == [3, 4]
     assert whole.inputs["layers.1.self_attn.o"].rows == 9
-    assert whole.routed_tokens is ours.routed_tokens
+    assert whole.routed_tokens is not None
+    assert whole.routed_tokens.tolist() == [6, 8]
     assert whole.suspects == {"model.layers.1.mlp.experts.0.down_proj": 1}
     assert combine([ours]) is ours
 
@@ -295,8 +247,6 @@ def test_options_are_checked_and_have_a_size_for_each_device() -> None:
         {"max_device_memory": 0},
         {"experts": "some"},
         {"dtype": "float16"},
-        {"percentile": 0.0},
-        {"percentile": 100.5},
     ):
         with pytest.raises(UsageError, match=next(iter(wrong)).replace("_", " ")):
             CalibrationOptions(**wrong)  # type: ignore[arg-type]
@@ -309,5 +259,3 @@ def test_options_are_checked_and_have_a_size_for_each_device() -> None:
     assert asked.size("cuda", model) == (3, 700)
     with pytest.raises(UsageError, match="beyond the model's max_position_embeddings"):
         asked.size("cpu", {"max_position_embeddings": 300})
-    with pytest.raises(UsageError, match="percentile"):
-        Collector(None, CPU, percentile=0)  # type: ignore[arg-type]

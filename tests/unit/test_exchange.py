@@ -44,17 +44,10 @@ def record(rank: int) -> LayerRecord:
 
 
 def test_records_of_divided_batches_add_up() -> None:
-    whole = combine([record(rank) for rank in range(3)], divided=True)
+    whole = combine([record(rank) for rank in range(3)])
     assert (whole.inputs[QKV].amax, whole.inputs[QKV].rows) == (5, 33)
     assert whole.inputs[QKV].amax.dtype == np.float32
     assert whole.inputs[DOWN].rows.tolist() == [1, 2, 3]
     assert whole.routed_tokens is not None
     assert whole.routed_tokens.tolist() == [3, 6, 3]
     assert whole.suspects == {"q_proj": 6}
-
-
-def test_records_of_the_same_batches_are_taken_once() -> None:
-    whole = combine([record(rank) for rank in range(3)])
-    assert (whole.inputs[QKV].amax, whole.inputs[QKV].rows) == (2, 10)
-    assert whole.inputs[DOWN].rows.tolist() == [1, 2, 3]
-    assert whole.suspects == {"q_proj": 3}
