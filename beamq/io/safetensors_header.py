@@ -10,7 +10,7 @@ the data section exactly, as the safetensors library demands; each range must be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -153,7 +153,7 @@ def _check_ranges(path: Path | str, specs: Iterable[TensorSpec], base: int, size
         raise CheckpointError(f"{path}: {size - position} bytes after the last tensor")
 
 
-def few(items: list[str], count: int = 3) -> str:
+def few(items: Sequence[str], count: int = 3) -> str:
     """The first few of many names, for a message."""
     shown = ", ".join(printable(item, 120) for item in items[:count])
     return shown + (f" and {len(items) - count} more" if len(items) > count else "")

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from beamq.beam.tensors import classify
-from beamq.eval.verify.checks import CHECKS, Ledger, few, printable
+from beamq.errors import printable
+from beamq.eval.verify.checks import CHECKS, Ledger
+from beamq.eval.verify.folder import Linear, scalar_fault
 from beamq.eval.verify.second_opinion import choose_sample
-from beamq.eval.verify.structure import Linear, scalar_fault
 from beamq.eval.verify.values import fp8_nan
+from beamq.io.safetensors_header import few
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 4099])

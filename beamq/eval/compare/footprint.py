@@ -12,8 +12,8 @@ from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE
+from beamq.eval.verify.folder import CODE_DTYPES
 from beamq.eval.verify.inspect import is_scale, role_of
-from beamq.eval.verify.structure import CODE_DTYPES
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.plan.layout import Unit

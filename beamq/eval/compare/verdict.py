@@ -12,7 +12,7 @@ from beamq.eval.compare.findings import Breach, Findings, Limits, breaches, part
 from beamq.eval.compare.footprint import Fitting, Footprint
 from beamq.eval.compare.metrics import Divergence, Estimate
 from beamq.eval.compare.records import LayerDamage, Verdict
-from beamq.eval.verify.checks import few
+from beamq.io.safetensors_header import few
 from beamq.units import show_bytes
 
 NAMED_LAYERS = 3

@@ -18,8 +18,7 @@ from typing import Any
 from beamq.beam.config import BeamConfig
 from beamq.errors import TensorError, UsageError
 from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.folder import Folder
-from beamq.eval.verify.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory
+from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Folder, Inventory
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.safetensors_header import TensorSpec

@@ -7,7 +7,6 @@ passed, and a skip says why. Nothing here knows how a check is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +15,8 @@ from beamq.errors import printable
 Status = Literal["pass", "fail", "skip"]
 Level = Literal["structure", "tensors", "source", "forward"]
 
+NVFP4 = "nvfp4"
+FP8 = "fp8"
 PLAIN_FORMATS = ("bf16", "fp16", "fp32")
 SHOWN = 5  # places named for each failed check; the count is always complete
 
@@ -155,7 +156,7 @@ class VerifyReport:
 
 
 @dataclass(slots=True)
-class _Entry:
+class CheckState:
     examined: int = 0
     unit: str = ""
     skipped: str | None = None
@@ -169,12 +170,12 @@ class Ledger:
     """Collects findings by check name. Not thread safe: one thread writes."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, CheckState] = {}
 
-    def _entry(self, name: str) -> _Entry:
+    def _entry(self, name: str) -> CheckState:
         if name not in CHECKS:
             raise KeyError(f"no check named {name}")
-        return self._entries.setdefault(name, _Entry())
+        return self._entries.setdefault(name, CheckState())
 
     def examined(self, name: str, count: int, unit: str) -> None:
         """`count` more things (`unit`, a plural) were looked at, and pass unless faults follow."""
@@ -201,11 +202,11 @@ class Ledger:
         entry = self._entry(name)
         entry.skipped = entry.skipped or reason
 
-    def entry(self, name: str) -> _Entry:
+    def entry(self, name: str) -> CheckState:
         """What is written under a check's name, for `replace` in another rank's ledger."""
         return self._entry(name)
 
-    def replace(self, name: str, entry: _Entry) -> None:
+    def replace(self, name: str, entry: CheckState) -> None:
         """Take over what another ledger says of a check."""
         self._entries[name] = entry
 
@@ -218,7 +219,7 @@ class Ledger:
         return tuple(_result(name, self._entries.get(name), level, with_source) for name in CHECKS)
 
 
-def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> CheckResult:
+def _result(name: str, entry: CheckState | None, level: str, with_source: bool) -> CheckResult:
     needs = CHECKS[name][0]
     if entry is not None and entry.faults:
         more = f" (and {entry.faults - 1} more)" if entry.faults > 1 else ""
@@ -242,10 +243,3 @@ def _result(name: str, entry: _Entry | None, level: str, with_source: bool) -> C
     if reason is None and needs != "structure" and level == "structure":
         reason = "needs --level tensors"
     return CheckResult(name=name, status="skip", detail=reason or "nothing to examine")
-
-
-def few(items: Iterable[str], shown: int = 3) -> str:
-    """The first few names of a list, and how many more there are."""
-    listed = list(items)
-    more = f" and {len(listed) - shown} more" if len(listed) > shown else ""
-    return ", ".join(printable(item, 120) for item in listed[:shown]) + more

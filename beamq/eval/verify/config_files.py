@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from beamq.eval.verify.checks import NEEDS_QUANTIZED, Ledger
+from beamq.eval.verify.checks import FP8, NEEDS_QUANTIZED, NVFP4, Ledger
 from beamq.eval.verify.engine_rules import (
     FP8_ACTIVATIONS,
     FP8_WEIGHTS,
@@ -26,8 +26,6 @@ from beamq.eval.verify.engine_views import mismatches, simulate
 from beamq.eval.verify.folder import HF_QUANT_NAME, Folder
 from beamq.plan.layout import NVFP4_BLOCK
 
-NVFP4 = "nvfp4"
-FP8 = "fp8"
 UNDECLARED = "undeclared"
 PLAIN = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by config.json's dtype
 

@@ -17,14 +17,13 @@ from typing import Any
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
 from beamq.errors import ConfigError, counted
-from beamq.eval.verify.checks import Ledger, few
-from beamq.eval.verify.folder import HF_QUANT_NAME, optional_json, read_shards
-from beamq.eval.verify.structure import CODE_DTYPES
+from beamq.eval.verify.checks import Ledger
+from beamq.eval.verify.folder import CODE_DTYPES, HF_QUANT_NAME, optional_json, read_shards
 from beamq.io.checkpoint import open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
 from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
-from beamq.io.safetensors_header import TensorSpec
+from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
 from beamq.plan.sources import missing_tensors
 

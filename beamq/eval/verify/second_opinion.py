@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.config_files import NVFP4
-from beamq.eval.verify.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
+from beamq.eval.verify.checks import NVFP4, Ledger
+from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole
 from beamq.eval.verify.checks import RoleError
-from beamq.eval.verify.structure import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
+from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.checksum import new_checksum

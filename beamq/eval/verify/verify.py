@@ -24,20 +24,17 @@ from typing import Literal
 
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.verify.against_source import Decoded, trace_decoded, trace_source
-from beamq.eval.verify.checks import CHECKS, Ledger, RoleError, VerifyReport
+from beamq.eval.verify.checks import CHECKS, FP8, NVFP4, Ledger, RoleError, VerifyReport
 from beamq.eval.verify.checksums import Listing, Readers, check_sums, listed_sums, read_head
 from beamq.eval.verify.config_files import (
-    FP8,
-    NVFP4,
     check_config,
     check_engines,
     check_ignore_covers,
     declared_format,
 )
-from beamq.eval.verify.folder import Folder, read_folder
+from beamq.eval.verify.folder import Folder, Inventory, check_scalars, read_folder, take_inventory
 from beamq.eval.verify.second_opinion import CHECK as OPINION
 from beamq.eval.verify.second_opinion import ask_second_opinion
-from beamq.eval.verify.structure import Inventory, check_scalars, take_inventory
 from beamq.eval.verify.values import Examiner, Item, Readable, RoleTotal, plan_items
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.checksum import shard_digest
