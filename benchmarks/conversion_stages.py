@@ -31,7 +31,7 @@ from beamq.convert.gpu_queue import Memory
 from beamq.convert.gpu_worker import IN_BYTES as CHUNK_BYTES
 from beamq.convert.run import queue_count
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.checksum import new_checksum
+from beamq.io.manifest import new_checksum
 from beamq.plan.plan import Job, Plan
 
 COPIES = 8  # of an expert: ten times the L2 cache

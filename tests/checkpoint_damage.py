@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from beamq.io.checksum import file_checksum, new_checksum, seal_of, shard_digest
+from beamq.io.manifest import file_checksum, new_checksum, seal_of, shard_digest
 from beamq.io.safetensors_header import TensorSpec, read_header
 from beamq.io.source import INDEX_NAME
 from tests import safetensors_edit

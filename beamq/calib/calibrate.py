@@ -19,7 +19,7 @@ from beamq.calib.setup import CalibrationOptions, CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, save_stats
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
-from beamq.io.lock import OutputLock, refuse_busy
+from beamq.io.journal import OutputLock, refuse_busy
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import disk_errors, make_folder
 from beamq.plan.sources import map_sources

@@ -26,10 +26,9 @@ from beamq.convert.limits import DEFAULT_MEMORY_BYTES, check_cache, default_work
 from beamq.convert.run import Progress, Runner, RunOptions, cache_folder
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.checksum import is_digest, new_checksum
 from beamq.io.files import read_json_object, user_path
-from beamq.io.journal import ShardRecord
-from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.journal import ShardRecord, refuse_unfinished
+from beamq.io.manifest import MANIFEST_NAME, is_digest, new_checksum
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import copy_file, write_json

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.checksum import DEFAULT_ALGORITHM, file_checksum, seal_of, shard_digest
 from beamq.io.journal import ShardRecord
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, file_checksum, seal_of, shard_digest
 from beamq.io.shard_writer import copy_file, write_file, write_json
 from beamq.io.source import INDEX_NAME
 from beamq.plan.layout import hf_quant_config, quantization_config

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from beamq.errors import Interrupted
-from beamq.io.checksum import Checksum, new_checksum
 from beamq.io.journal import Journal, ShardRecord
+from beamq.io.manifest import Checksum, new_checksum
 from beamq.io.shard_writer import OutputTensor, ShardWriter
 from beamq.plan.plan import Job, Member, Work
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from beamq.errors import DiskError, ResumeError, UsageError, counted
 from beamq.io.files import user_path
 from beamq.io.hub import hub_source
-from beamq.io.journal import CALIBRATION, STATE_DIR
-from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
+from beamq.io.journal import CALIBRATION, LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder
 from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES

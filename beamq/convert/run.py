@@ -21,10 +21,9 @@ from beamq.convert.limits import check_address_space, check_small_tensors
 from beamq.convert.open_shards import OpenShards, join
 from beamq.errors import Interrupted, ResumeError, counted
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.checksum import DEFAULT_ALGORITHM
 from beamq.io.files import read_json_object
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import publish
 from beamq.io.source import NoPrefetch, Prefetch

@@ -1,34 +1,51 @@
-"""What is durable: an append-only record in the output folder that makes a killed run resumable.
+"""What a run keeps in its output folder: a journal to resume from, and a lock against a second run.
 
-`.beamq/journal-<rank>.jsonl`: the first line is the run's identity, then one line for each shard
-whose bytes are on disk, written after the shard's fsync and before its rename; so a shard that is
-recorded is whole under one of its two names, and resuming only has to finish the rename. A last
-line cut off by a crash is ignored: its shard is made again.
+In: an output folder. Out: what is durable in it, who writes to it, and whether a run ended.
 
-A resumed run must be the same run. Identity covers the source's files, the recipe, the plan, the
-input scales and beamq's version; a difference is refused by name.
+`.beamq/journal-<rank>.jsonl` is append-only. Its first line is the run's identity; each further
+line records a shard whose bytes are on disk, written after the shard's fsync and before its rename.
+So a recorded shard is whole under its temporary or its final name, and resuming only has to finish
+the rename. A last line that a crash cut off is ignored: its shard is made again.
+
+A resumed run must be the same run. The identity covers the source's files, the recipe, the plan,
+the input scales and beamq's version; the message names every difference.
+
+`.beamq.lock` is locked with flock, which ends with the process, so a kill leaves nothing to clean
+up. Its first line names the process, for the message that a second run gets. Looking at a lock
+creates and changes nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import re
+import shlex
 import shutil
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from beamq.errors import ResumeError
+from beamq.errors import BeamqError, CheckpointError, OutputBusyError, ResumeError
 from beamq.io.checkpoint import HUB_STAMP
-from beamq.io.checksum import is_digest
 from beamq.io.files import parse_json, read_small
-from beamq.io.shard_writer import disk_errors, make_folder, sync_folder, write_file
+from beamq.io.manifest import MANIFEST_NAME, is_digest
+from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder, write_file
 
 STATE_DIR = ".beamq"
 CALIBRATION = "calibration"
 """Folder in the state folder where a calibration on the way keeps its own."""
 MAX_JOURNAL_BYTES = 1 << 30
+FIRST_JOURNAL = "journal-0.jsonl"
+LOCK_NAME = ".beamq.lock"
+MAX_LOCK_BYTES = 1 << 12
+LOCK_TRIES, LOCK_PAUSE = 3, 0.02  # seconds between them
+_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +214,152 @@ def sound_counts(counts: Any) -> bool:
         else isinstance(value, int)
         for key, value in counts.items()
     )
+
+
+def refuse_unfinished(root: Path) -> None:
+    """Raise `CheckpointError`, with how to resume, for an output whose conversion has not ended.
+
+    `beamq.json` is written last, so a state folder without it means an incomplete output.
+    """
+    if not root.is_dir() or (root / MANIFEST_NAME).exists():
+        return
+    if (root / STATE_DIR).is_dir():
+        who = holder(root)
+        if who is not None:
+            raise CheckpointError(
+                f"{root}: a conversion is writing to this folder{who}; wait until it ends"
+            )
+        raise CheckpointError(
+            f"{root}: the conversion into this folder was not finished{_progress(root)}; run the"
+            f" command that started it again, with --resume: {_command(root)}"
+        )
+    partial = next((path.name for path in root.glob(f"*{PARTIAL}")), None)
+    if partial is not None and not (root / "config.json").exists():
+        raise CheckpointError(
+            f"{root}: holds {partial} and no config.json, so a download or a conversion did not"
+            " end; finish it, or start it again"
+        )
+
+
+def _progress(root: Path) -> str:
+    """` (3 of 61 shards are)`, or nothing before the first."""
+    found = [match for path in root.iterdir() if (match := _SHARD.fullmatch(path.name))]
+    return f" ({len(found)} of {int(found[0][1])} shards are)" if found else ""
+
+
+def _command(root: Path) -> str:
+    """The command as far as the journal knows it: without options and local source folders."""
+    identity: Any = None
+    with suppress(BeamqError, ValueError):  # the run may have been stopped before the first line
+        journal = read_small(root / STATE_DIR / FIRST_JOURNAL, CheckpointError, MAX_JOURNAL_BYTES)
+        identity = parse_json(journal.partition(b"\n")[0])
+    identity = identity if isinstance(identity, dict) else {}
+    verb = "dequantize" if identity.get("recipe") == "dequantize" else "quantize"
+    source = str(identity.get("source"))
+    named = "SOURCE"
+    if source.startswith(HUB_STAMP):
+        named = shlex.quote(source.removeprefix(HUB_STAMP))
+    return f"beamq {verb} {named} {shlex.quote(str(root))} --resume"
+
+
+class OutputLock:
+    """An exclusive lock on an output folder. The kernel releases it if the process dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LOCK_NAME
+        with disk_errors(self._path, "taking the lock"):
+            self._descriptor = self._take()
+        if self._descriptor < 0:
+            raise _busy(folder, _signed(self._path))
+        # The signature is for messages only: a lock without one holds just as well.
+        with suppress(OSError):
+            os.write(self._descriptor, _signature())
+
+    def _take(self) -> int:
+        """A locked descriptor, or -1 if another process has the lock."""
+        for _ in range(LOCK_TRIES):
+            descriptor = self._try()
+            if descriptor is not None:
+                return descriptor
+            time.sleep(LOCK_PAUSE)  # `holder` takes the lock for a moment to look at it
+        return -1
+
+    def _try(self) -> int | None:
+        """A locked descriptor, or None if another process has the lock."""
+        while True:
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(self._path, flags, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._is_still(descriptor):
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except OSError:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _is_still(self, descriptor: int) -> bool:
+        """Whether the locked file still has its name; its last holder may have removed it."""
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Remove and unlock."""
+        if self._descriptor >= 0:
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def refuse_busy(folder: Path) -> None:
+    """Raise `OutputBusyError` if another process holds the folder's lock. Creates nothing."""
+    who = holder(folder)
+    if who is not None:
+        raise _busy(folder, who)
+
+
+def holder(folder: Path) -> str | None:
+    """Who holds the folder's lock, as ` (process 7 on box, since 12:00)`; None if nobody does.
+
+    Empty if the lock is not signed. Creates nothing.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(folder / LOCK_NAME, flags)
+    except OSError:  # no lock, or no access to it: `OutputLock` reports that
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _signed(folder / LOCK_NAME)
+    except OSError:  # a file system without locks: `OutputLock` reports that
+        return None
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def _signature() -> bytes:
+    moment = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    said = {"pid": os.getpid(), "host": os.uname().nodename, "since": moment}
+    return json.dumps(said).encode() + b"\n"
+
+
+def _busy(folder: Path, who: str) -> OutputBusyError:
+    return OutputBusyError(
+        f"{folder}: another process is writing here{who}; wait for it or choose another output"
+    )
+
+
+def _signed(path: Path) -> str:
+    try:
+        first = read_small(path, OutputBusyError, MAX_LOCK_BYTES).partition(b"\n")[0]
+        said = parse_json(first)
+        return f" (process {said['pid']} on {said['host']}, since {said['since']})"
+    except (BeamqError, ValueError, TypeError, KeyError):  # gone by now, or of an older version
+        return ""

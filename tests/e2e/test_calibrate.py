@@ -38,7 +38,7 @@ from beamq.errors import (
     UsageError,
 )
 from beamq.io.checkpoint import open_checkpoint
-from beamq.io.lock import OutputLock
+from beamq.io.journal import OutputLock
 from beamq.model.loader import activation_bytes, layer_bytes
 from beamq.model.logits import logits
 from tests.free_ports import free_port

@@ -19,8 +19,7 @@ from beamq.eval.compare.compare import compare
 from beamq.eval.verify.checks import NEEDS_QUANTIZED, VerifyReport
 from beamq.eval.verify.inspect import inspect_checkpoint
 from beamq.eval.verify.verify import verify
-from beamq.io.journal import STATE_DIR
-from beamq.io.lock import OutputLock
+from beamq.io.journal import STATE_DIR, OutputLock
 from beamq.publish import push
 from tests.checkpoint_damage import edit_json, flip, resign, rewrite, shards
 from tests.e2e.test_inspect import pack_layer_3
@@ -229,7 +228,7 @@ def test_an_unfinished_output_is_named_with_the_way_on(
     assert "was not finished" in str(raised.value)
     assert f"beamq quantize SOURCE '{tmp_path}/it'\"'\"'s out' --resume" in str(raised.value)
     lock = OutputLock(output)
-    with pytest.raises(CheckpointError, match=rf"is under way \(process {os.getpid()} on .*; wait"):
+    with pytest.raises(CheckpointError, match=rf"is writing .*\(process {os.getpid()} on .*; wait"):
         look(output)
     lock.release()
     quantize(beam_nano, output, no_calibration=True, max_shard_bytes=300_000, resume=True)

@@ -17,7 +17,7 @@ import safetensors_edit as st
 from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
-from beamq.io.lock import OutputLock
+from beamq.io.journal import OutputLock
 from tests.free_ports import free_port
 
 RUN = (

@@ -15,7 +15,7 @@ from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import ConfigError, UsageError
 from beamq.eval.verify.verify import verify
-from beamq.io.checksum import seal_of
+from beamq.io.manifest import seal_of
 from beamq.io.safetensors_header import read_header
 from tests.checkpoint_damage import edit_json, flip, read_json, resign
 from tests.faults.craft import light_verify

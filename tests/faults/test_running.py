@@ -23,7 +23,7 @@ from beamq.convert.limits import predicted_host_nbytes
 from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError
-from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
+from beamq.io.journal import LOCK_NAME, OutputLock, refuse_busy
 from beamq.plan.plan import make_plan
 from tests.crash.harness import Zygote, digests
 from tests.faults.conftest import Run

@@ -39,7 +39,8 @@ from beamq.eval.compare.verdict import judge, listed
 from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import read_json_object, user_path
-from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.journal import refuse_unfinished
+from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import MAX_INDEX_BYTES
 from beamq.model.gemm.select import gemm_backend

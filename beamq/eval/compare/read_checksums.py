@@ -16,7 +16,7 @@ import torch
 from beamq.errors import BeamqError
 from beamq.eval.verify.folder import HF_QUANT_NAME, listed_shards
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.checksum import file_checksum, new_checksum
+from beamq.io.manifest import file_checksum, new_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.io.source import INDEX_NAME
 

@@ -24,8 +24,14 @@ from beamq.errors import BeamqError, EnvironmentFault
 from beamq.eval.verify.checks import Ledger
 from beamq.eval.verify.folder import Folder, listed_shards
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.checksum import DEFAULT_ALGORITHM, file_checksum, new_checksum, seal_of, shard_digest
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import (
+    DEFAULT_ALGORITHM,
+    MANIFEST_NAME,
+    file_checksum,
+    new_checksum,
+    seal_of,
+    shard_digest,
+)
 from beamq.io.safetensors_header import TensorSpec
 from beamq.ranks import Ranks, stretch
 

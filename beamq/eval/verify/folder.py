@@ -32,9 +32,8 @@ from beamq.beam.tensors import (
 from beamq.errors import CheckpointError
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.checksum import is_digest
 from beamq.io.files import read_json_object
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import MANIFEST_NAME, is_digest
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.source import (
     INDEX_NAME,

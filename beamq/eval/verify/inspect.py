@@ -22,7 +22,8 @@ from beamq.eval.verify.folder import CODE_DTYPES, HF_QUANT_NAME, optional_json, 
 from beamq.io.checkpoint import open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
-from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.journal import refuse_unfinished
+from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
 from beamq.plan.sources import missing_tensors

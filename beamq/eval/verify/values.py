@@ -27,7 +27,7 @@ from beamq.eval.verify.checks import RoleError
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.io.checksum import new_checksum
+from beamq.io.manifest import new_checksum
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange

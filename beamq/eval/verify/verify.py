@@ -37,9 +37,9 @@ from beamq.eval.verify.second_opinion import CHECK as OPINION
 from beamq.eval.verify.second_opinion import ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, RoleTotal, plan_items
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.checksum import shard_digest
 from beamq.io.files import user_path
-from beamq.io.manifest import MANIFEST_NAME, refuse_unfinished
+from beamq.io.journal import refuse_unfinished
+from beamq.io.manifest import MANIFEST_NAME, shard_digest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.plan.sources import SourceRange
 from beamq.ranks import Ranks, cores_here, current_ranks
