@@ -123,6 +123,15 @@ def test_the_surface_is_frozen() -> None:
     assert list(found)[: len(SURFACE)] == list(SURFACE)
 
 
+@pytest.mark.parametrize("command", ["", *SURFACE])
+def test_help_is_frozen(run: Run, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Order, names, metavars, defaults and texts of all options, as in tests/golden/help."""
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = run(*[command] * bool(command), "--help")
+    expected = Path(__file__).parents[1] / "golden" / "help" / f"{command or 'beamq'}.txt"
+    assert shown.out == expected.read_text()
+
+
 def test_help_names_every_command_and_exit_code(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0
