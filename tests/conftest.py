@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,15 @@ def beam_mini() -> Path:
 def nano_copy(beam_nano: Path, tmp_path: Path) -> Path:
     """A private copy of beam-nano to change."""
     return Path(shutil.copytree(beam_nano, tmp_path / "nano"))
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """A scratch folder in memory where there is one: hundreds of runs, each with its fsyncs."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or shutil.disk_usage(memory).free < 1 << 30:
+        yield tmp_path
+        return
+    folder = Path(tempfile.mkdtemp(prefix="beamq-crash-", dir=memory))
+    yield folder
+    shutil.rmtree(folder)

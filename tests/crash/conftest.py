@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.crash.harness import Zygote, dequantize_args, digests, quantize_args
-
-Reference = tuple[Path, dict[str, str]]
-
-
-@pytest.fixture
-def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A scratch folder in memory where there is one: hundreds of runs, each with its fsyncs."""
-    memory = Path("/dev/shm")
-    if not memory.is_dir() or shutil.disk_usage(memory).free < 1 << 30:
-        yield tmp_path
-        return
-    folder = Path(tempfile.mkdtemp(prefix="beamq-crash-", dir=memory))
-    yield folder
-    shutil.rmtree(folder)
+from tests.helpers.harness import Reference, Zygote, dequantize_args, digests, quantize_args
 
 
 @pytest.fixture(scope="package")

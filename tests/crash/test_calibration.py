@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.crash.harness import Zygote, digests
-from tests.crash.test_kills import RARE, batches
+from tests.helpers.harness import RARE, Zygote, batches, digests
 
 SIZE = ("--samples", "2", "--sequence-length", "32", "--device", "cpu", "--quiet")
 Record = Callable[[str, object], None]

@@ -19,17 +19,17 @@ from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import CheckpointError, DiskError
 from beamq.io.files import OpenFiles
-from tests.crash.conftest import Reference
-from tests.crash.harness import (
+from tests.helpers.harness import (
     Ended,
+    Reference,
     Zygote,
+    batches,
     check_left,
     dequantize_args,
     digests,
     quantize_args,
     times,
 )
-from tests.crash.test_kills import batches
 
 Record = Callable[[str, object], None]
 ERRORS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EROFS": errno.EROFS}

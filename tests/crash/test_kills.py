@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.crash.conftest import Reference
-from tests.crash.harness import (
+from tests.helpers.harness import (
+    RARE,
+    Reference,
     Zygote,
+    batches,
     check_left,
     dequantize_args,
     digests,
@@ -26,13 +28,7 @@ from tests.crash.harness import (
     times,
 )
 
-RARE = ("open", "ftruncate", "fsync", "replace", "unlink", "mkdir", "rmdir")
 Record = Callable[[str, object], None]
-
-
-def batches(orders: Sequence[dict[str, Any]], size: int = 4) -> Iterator[list[dict[str, Any]]]:
-    for begin in range(0, len(orders), size):
-        yield list(orders[begin : begin + size])
 
 
 def survive(

@@ -21,8 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.crash.conftest import Reference
-from tests.crash.harness import Zygote, digests, quantize_args
+from tests.helpers.harness import Reference, Zygote, digests, quantize_args
 
 State = dict[str, bytes]
 

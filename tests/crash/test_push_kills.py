@@ -5,14 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hub_server import Fault, HubServer, environment
 
 from beamq.publish import LAST_NAMES, push
-from tests.e2e.test_push import REPO, hub, output, sent, there  # noqa: F401
+from tests.helpers.hub_server import Fault, HubServer, environment
+from tests.helpers.pushing import REPO, folder_to_push, hub_to_push_to, sent, there
 
 STAGES = {
     "the repository is looked up": Fault("POST", "/api/repos/create", times=99, wait=30),
@@ -23,10 +23,21 @@ STAGES = {
 }
 
 
+@pytest.fixture(scope="module")
+def output(beam_nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder_to_push(beam_nano, tmp_path_factory.mktemp("push"))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with hub_to_push_to(tmp_path, monkeypatch) as running:
+        yield running
+
+
 @pytest.mark.parametrize("fault", STAGES.values(), ids=STAGES.keys())
 def test_a_push_that_is_killed(
-    hub: HubServer,  # noqa: F811
-    output: Path,  # noqa: F811
+    hub: HubServer,
+    output: Path,
     tmp_path: Path,
     fault: Fault,
     record_property: Callable[[str, object], None],

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from beamq.ranks import LOST
-from tests.crash.conftest import Reference
-from tests.crash.harness import Zygote, check_left, digests, quantize_args, times
-from tests.crash.test_kills import RARE
+from tests.helpers.harness import RARE, Reference, Zygote, check_left, digests, quantize_args, times
 
 KILLS: list[tuple[int, str, int]] = [
     *((0, "journal", n) for n in (1, 2, 3, 4)), *((1, "journal", n) for n in (1, 2, 3)),

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 import torch
-from model_fixtures import hf_logits, hf_model, random_beam
 
 import beamq.calib.setup as device
 from beamq.beam.config import BeamConfig
@@ -41,7 +39,9 @@ from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock
 from beamq.model.loader import activation_bytes, layer_bytes
 from beamq.model.logits import logits
-from tests.free_ports import free_port
+from tests.helpers import safetensors_edit as st
+from tests.helpers.free_ports import free_port
+from tests.helpers.model_fixtures import hf_logits, hf_model, random_beam
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 FP32 = torch.float32

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_fixtures import hf_logits, hf_model, quantized_copy, random_beam, text_ids
 from tokenizers import Tokenizer
 from transformers import CompressedTensorsConfig
 
@@ -28,7 +27,8 @@ from beamq.formats import fp8
 from beamq.io.shard_writer import write_json
 from beamq.model.logits import logits
 from beamq.model.observers import Quiet
-from tests.checkpoint_damage import edit_json, flip
+from tests.helpers.checkpoint_damage import edit_json, flip
+from tests.helpers.model_fixtures import hf_logits, hf_model, quantized_copy, random_beam, text_ids
 
 FP32 = torch.float32
 ROWS, LENGTH = 16, 512

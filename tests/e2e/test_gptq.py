@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 import torch
-from hub_server import environment, hub_server
 
 from beamq.beam.config import BeamConfig
 from beamq.calib import expert_rounding, state
@@ -28,7 +26,9 @@ from beamq.io.checkpoint import open_checkpoint
 from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import logits
 from beamq.plan.recipe import Recipe, load_recipe, parse_recipe
-from tests.free_ports import free_port
+from tests.helpers import safetensors_edit as st
+from tests.helpers.free_ports import free_port
+from tests.helpers.hub_server import environment, hub_server
 
 SMALL: dict[str, Any] = {"samples": 8, "sequence_length": 128}
 SHARDED: dict[str, Any] = {**SMALL, "max_shard_bytes": 300_000}

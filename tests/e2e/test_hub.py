@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors_edit as st
-from hub_server import TOKEN, Fault, HubServer, client_of, environment, hub_server
 
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
@@ -27,6 +25,8 @@ from beamq.io.checkpoint import open_checkpoint
 from beamq.io.shard_cache import largest_job, traffic_nbytes
 from beamq.plan.plan import make_plan
 from beamq.units import show_bytes
+from tests.helpers import safetensors_edit as st
+from tests.helpers.hub_server import TOKEN, Fault, HubServer, client_of, environment, hub_server
 
 NANO = "reflection/beam-nano"
 SHARDS = 8

@@ -12,8 +12,8 @@ import pytest
 from beamq.convert.quantize import quantize
 from beamq.errors import CheckpointError, ConfigError
 from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
-from tests import safetensors_edit
-from tests.checkpoint_damage import edit_json, shards
+from tests.helpers import safetensors_edit
+from tests.helpers.checkpoint_damage import edit_json, pack_layer_3, shards
 
 PARAMETERS = 3_619_568
 EXPERT_PARAMETERS = 5 * 16 * 3 * 64 * 128
@@ -64,16 +64,6 @@ def note(found: Inspection, words: str) -> bool:
 
 def change_tensors(folder: Path, change: Callable[[safetensors_edit.Tensors], None]) -> None:
     safetensors_edit.edit(shards(folder)[0], change)
-
-
-def pack_layer_3(tensors: safetensors_edit.Tensors) -> None:
-    prefix = "model.layers.3.mlp.experts"
-    down = [tensors.pop(f"{prefix}.{e}.down_proj.weight")[2] for e in range(16)]
-    tensors[f"{prefix}.down_proj"] = ("BF16", [16, 128, 64], b"".join(down))
-    for expert in range(16):
-        del tensors[f"{prefix}.{expert}.gate_proj.weight"]
-        del tensors[f"{prefix}.{expert}.up_proj.weight"]
-    tensors[f"{prefix}.gate_up_proj"] = ("BF16", [16, 128, 128], bytes(16 * 128 * 128 * 2))
 
 
 def test_odd_sources(nano_copy: Path) -> None:

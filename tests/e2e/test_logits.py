@@ -10,18 +10,6 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from model_fixtures import (
-    DENSE,
-    FULL,
-    SLIDING,
-    SPARSE,
-    hf_logits,
-    hf_model,
-    quantized_copy,
-    random_beam,
-    text_ids,
-    token_ids,
-)
 from transformers import CompressedTensorsConfig
 
 from beamq.beam.config import BeamConfig
@@ -35,6 +23,18 @@ from beamq.model.layer import decoder_layer
 from beamq.model.loader import LayerLoader, LayerStream
 from beamq.model.logits import embed, logits
 from beamq.model.observers import Quiet
+from tests.helpers.model_fixtures import (
+    DENSE,
+    FULL,
+    SLIDING,
+    SPARSE,
+    hf_logits,
+    hf_model,
+    quantized_copy,
+    random_beam,
+    text_ids,
+    token_ids,
+)
 
 FP32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = 1e-5

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 import torch
 
 from beamq.beam.config import BeamConfig
@@ -40,7 +39,8 @@ from beamq.io.safetensors_header import TensorSpec
 from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import logits
 from beamq.plan.plan import make_plan
-from tests.free_ports import free_port
+from tests.helpers import safetensors_edit as st
+from tests.helpers.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 SAMPLE = 4096  # of a tensor, read for the model's digest

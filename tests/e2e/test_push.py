@@ -12,62 +12,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hub_server import (
-    TOKEN,
+
+from beamq.cli import app
+from beamq.errors import CheckFailed, HubError, HubUnreachableError, UsageError
+from beamq.io.checkpoint import open_checkpoint
+from beamq.publish import LAST_NAMES, push
+from tests.helpers.checkpoint_damage import edit_json, flip
+from tests.helpers.hub_server import (
     Blob,
     Fault,
     HubServer,
     Repo,
-    client_of,
     environment,
-    hub_server,
 )
-
-from beamq.cli import app
-from beamq.convert.quantize import quantize
-from beamq.errors import CheckFailed, HubError, HubUnreachableError, UsageError
-from beamq.io.checkpoint import open_checkpoint
-from beamq.publish import LAST_NAMES, push
-from tests.checkpoint_damage import edit_json, flip
-
-REPO = "someone/beam-nano-nvfp4"
+from tests.helpers.pushing import REPO, folder_to_push, hub_to_push_to, sent, there
 
 
 @pytest.fixture(scope="module")
 def output(beam_nano: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A converted folder, with a sub-folder, state that lies about, and a name with brackets."""
-    source = tmp_path_factory.mktemp("push") / "nano"
-    shutil.copytree(beam_nano, source)
-    (source / "code").mkdir()
-    (source / "code" / "tool [1].py").write_text("print()")
-    folder = source.parent / "out"
-    quantize(source, folder, no_calibration=True, max_shard_bytes=700_000, workers=1)
-    (folder / ".beamq").mkdir()
-    (folder / ".beamq" / "journal-0.jsonl").write_text("{}")
-    (folder / "code" / "notes.txt.partial").write_text("cut")
-    return folder
+    return folder_to_push(beam_nano, tmp_path_factory.mktemp("push"))
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with hub_server() as running, client_of(running, tmp_path / "hf", monkeypatch):
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with hub_to_push_to(tmp_path, monkeypatch) as running:
         yield running
-
-
-def sent(folder: Path) -> dict[str, bytes]:
-    """What should be there."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and ".beamq" not in path.parts and not path.name.endswith(".partial")
-    }
-
-
-def there(hub: HubServer, revision: str = "main") -> dict[str, bytes]:
-    files = hub.files(REPO, revision)
-    files.pop(".gitattributes", None)
-    return files
 
 
 def test_everything_arrives_index_and_configs_last(hub: HubServer, output: Path) -> None:

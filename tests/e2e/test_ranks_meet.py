@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.free_ports import free_port
+from tests.helpers.free_ports import free_port
 
 # argv: seconds until it is told, and until it is given up; then the command.
 RUN = """

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_fixtures import quantized_copy, text_ids
 from PIL import Image
 
 from beamq.beam.tensors import Role
@@ -23,6 +22,7 @@ from beamq.errors import DiskError
 from beamq.eval.compare.compare import compare
 from beamq.eval.compare.records import Comparison
 from beamq.report.files import report_markdown, write_report
+from tests.helpers.model_fixtures import quantized_copy, text_ids
 
 HOSTILE = "<img src=x onerror=alert(1)> $x_1$ | [a](b)"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

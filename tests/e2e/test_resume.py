@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-import safetensors_edit as st
 
 from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
 from beamq.io.journal import OutputLock
-from tests.free_ports import free_port
+from tests.helpers import safetensors_edit as st
+from tests.helpers.free_ports import free_port
 
 RUN = (
     "import sys; from beamq.convert.quantize import quantize;"

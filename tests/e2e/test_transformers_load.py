@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import safetensors_edit as st
 import torch
 
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import CheckpointError
 from beamq.io.checkpoint import open_checkpoint
+from tests.helpers import safetensors_edit as st
 
 
 def stacked(folder: Path, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,8 +31,8 @@ from beamq.eval.verify.checks import CHECKS, VerifyReport
 from beamq.eval.verify.verify import verify
 from beamq.io.source import INDEX_NAME
 from beamq.plan.recipe import BUILT_IN
-from tests import safetensors_edit
-from tests.checkpoint_damage import (
+from tests.helpers import safetensors_edit
+from tests.helpers.checkpoint_damage import (
     edit_json,
     find,
     flip,

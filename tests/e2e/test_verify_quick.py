@@ -17,8 +17,8 @@ from beamq.errors import ConfigError, UsageError
 from beamq.eval.verify.verify import verify
 from beamq.io.manifest import seal_of
 from beamq.io.safetensors_header import read_header
-from tests.checkpoint_damage import edit_json, flip, read_json, resign
-from tests.faults.craft import light_verify
+from tests.helpers.checkpoint_damage import edit_json, flip, read_json, resign
+from tests.helpers.craft import light_verify
 
 SUMS = {"checksums.tensors", "checksums.shards", "checksums.files"}
 

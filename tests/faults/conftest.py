@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from beamq.cli import app
-from tests.crash.conftest import memory_folder  # noqa: F401
-
-Run = Callable[..., tuple[int, str, str]]
+from tests.helpers.craft import Run
 
 
 @pytest.fixture

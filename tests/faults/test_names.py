@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 
 from beamq.beam.tensors import Role
 from beamq.errors import RecipeError, TensorError
@@ -19,9 +18,9 @@ from beamq.io.safetensors_header import read_header
 from beamq.plan.layout import harmless_entries
 from beamq.plan.plan import make_plan
 from beamq.plan.recipe import matches
-from tests.e2e.test_convert import tensors_of
-from tests.faults.conftest import Run
-from tests.faults.craft import SINGLE, convert, light_verify, put, read_json, recipe, source
+from tests.helpers import safetensors_edit as st
+from tests.helpers.craft import SINGLE, Run, convert, light_verify, put, read_json, recipe, source
+from tests.helpers.independent_decoder import tensors_of
 
 SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
 BUILT = ("nvfp4", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")

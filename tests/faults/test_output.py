@@ -18,9 +18,8 @@ from beamq.errors import DiskError, ResumeError
 from beamq.io.safetensors_header import read_header
 from beamq.io.shard_writer import disk_errors
 from beamq.io.source import INDEX_NAME
-from tests.checkpoint_damage import edit_json, find, flip, rewrite
-from tests.faults.conftest import Run
-from tests.faults.craft import convert, light_verify, read_json, recipe
+from tests.helpers.checkpoint_damage import edit_json, find, flip, rewrite
+from tests.helpers.craft import Run, convert, light_verify, read_json, recipe
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -25,9 +25,8 @@ from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError
 from beamq.io.journal import LOCK_NAME, OutputLock, refuse_busy
 from beamq.plan.plan import make_plan
-from tests.crash.harness import Zygote, digests
-from tests.faults.conftest import Run
-from tests.faults.craft import convert, light_verify, recipe, synthetic
+from tests.helpers.craft import Run, convert, light_verify, recipe, synthetic
+from tests.helpers.harness import Zygote, digests
 
 MB = 1_000_000
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import TensorError
 from beamq.plan import recipe as recipes
-from tests.checkpoint_damage import resign
-from tests.e2e.test_convert import E4M3, decode, tensors_of
-from tests.faults.craft import (
+from tests.helpers import safetensors_edit as st
+from tests.helpers.checkpoint_damage import resign
+from tests.helpers.craft import (
     convert,
     light_verify,
     put,
@@ -27,6 +26,7 @@ from tests.faults.craft import (
     to_bf16,
     values_of,
 )
+from tests.helpers.independent_decoder import E4M3, decode, tensors_of
 
 E = "model.layers.3.mlp.experts.{}.{}_proj"
 GRID = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 
 from beamq.errors import (
     AlreadyQuantizedError,
@@ -25,10 +24,10 @@ from beamq.errors import (
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.source import INDEX_NAME
 from beamq.plan.plan import make_plan
-from tests.e2e.test_convert import tensors_of
-from tests.faults.conftest import Run
-from tests.faults.craft import (
+from tests.helpers import safetensors_edit as st
+from tests.helpers.craft import (
     SINGLE,
+    Run,
     convert,
     deal,
     light_verify,
@@ -38,6 +37,7 @@ from tests.faults.craft import (
     source,
     values_of,
 )
+from tests.helpers.independent_decoder import tensors_of
 
 EXPERT = "model.layers.5.mlp.experts.15"
 

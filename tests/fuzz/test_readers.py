@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import classify, expected_tensors
@@ -36,9 +35,9 @@ from beamq.io.source import INDEX_NAME
 from beamq.plan.plan import apply_exclusions, make_plan
 from beamq.plan.recipe import load_recipe
 from beamq.report.model_card import front_matter
-from tests.crash.conftest import memory_folder  # noqa: F401
-from tests.faults.craft import light_verify, synthetic
-from tests.fuzz.mutate import Watch, encode, spoil_bytes, spoil_tree
+from tests.helpers import safetensors_edit as st
+from tests.helpers.craft import light_verify, synthetic
+from tests.helpers.mutate import Watch, encode, spoil_bytes, spoil_tree
 
 SEED = os.environ.get("BEAMQ_FUZZ_SEED", "0")  # another number: other cases
 Record = Callable[[str, object], None]
@@ -60,13 +59,13 @@ def watch(record_property: Record) -> Iterator[Watch]:
 
 
 @pytest.fixture
-def tiny(memory_folder: Path) -> Path:  # noqa: F811
+def tiny(memory_folder: Path) -> Path:
     """The smallest sparse Beam, in three shards."""
     return synthetic(memory_folder / "tiny", layers=1, experts=2, hidden=16, width=16, shards=3)
 
 
 @pytest.fixture
-def tiny_nvfp4(tiny: Path, memory_folder: Path) -> Path:  # noqa: F811
+def tiny_nvfp4(tiny: Path, memory_folder: Path) -> Path:
     quantize(tiny, memory_folder / "q", recipe="nvfp4", no_calibration=True, max_shard_bytes=1500)
     return memory_folder / "q"
 
@@ -261,7 +260,7 @@ def test_journals(tmp_path: Path, watch: Watch) -> None:
         watch.run(read, len(raw))
 
 
-def test_journals_met_by_a_resumed_run(tiny: Path, memory_folder: Path, watch: Watch) -> None:  # noqa: F811
+def test_journals_met_by_a_resumed_run(tiny: Path, memory_folder: Path, watch: Watch) -> None:
     """Whatever the journal says, the output is whole or the run is refused."""
     options: dict[str, Any] = {"recipe": "fp8", "max_shard_bytes": 900, "workers": 1}
     whole = memory_folder / "whole"

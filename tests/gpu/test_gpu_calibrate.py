@@ -20,7 +20,7 @@ from beamq.convert.quantize import quantize
 from beamq.io.checkpoint import open_checkpoint
 from beamq.model.loader import activation_bytes, layer_bytes
 from benchmarks.random_layer import SMALL as LAYER
-from tests.free_ports import free_port
+from tests.helpers.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 NAN, INF = float("nan"), float("inf")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from beamq.convert.quantize import quantize
-from tests.free_ports import free_port
+from tests.helpers.free_ports import free_port
 
 # Two batches, so that one is on its way while the other is worked on.
 SIZE = ("--samples", "64", "--sequence-length", "512", "--device", "cuda", "--json", "--quiet")

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors_edit as st
 import torch
 
 from beamq.convert import quantize as conversion
@@ -23,6 +22,7 @@ from beamq.convert.quantize import quantize
 from beamq.errors import DeviceError, TensorError
 from beamq.plan.recipe import BUILT_IN
 from benchmarks.make_slice import Slice, make_slice
+from tests.helpers import safetensors_edit as st
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
 EXPERT = "model.layers.4.mlp.experts.3"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gptq_cases
 import pytest
 import torch
 
@@ -12,6 +11,7 @@ from beamq.convert.quantize import quantize
 from beamq.eval.verify.verify import verify
 from beamq.formats import gptq
 from beamq.formats.nvfp4 import global_scale_from_amax
+from tests.helpers import gptq_cases
 
 
 @pytest.mark.parametrize("global_scale", gptq_cases.GLOBAL_SCALES)
