@@ -133,7 +133,7 @@ def show_figures(source: Path, made: dict[str, Path], ids: NDArray[np.int64]) ->
         for candidate in candidates:
             seen = candidate.divergence
             print(
-                f"{candidate.member.name + suffix:<24} mean KLD {seen.mean_kld.value:.5f} ±"
+                f"{candidate.model.name + suffix:<24} mean KLD {seen.mean_kld.value:.5f} ±"
                 f" {seen.mean_kld.standard_error or 0:.5f}, same top {seen.same_top.value:.4f}"
             )
 

@@ -186,7 +186,7 @@ def calibrate_data(stats: CalibrationStats, target: Path, seconds: float) -> dic
 def calibrate_blocks(stats: CalibrationStats, target: Path, seconds: float) -> list[Block]:
     """The result and the coverage table."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     rows = [
         ("statistics", str(target)),
@@ -195,14 +195,14 @@ def calibrate_blocks(stats: CalibrationStats, target: Path, seconds: float) -> l
         ("tokens", f"{stats.total_tokens:,}"),
         ("time", show_seconds(seconds)),
     ]
-    return [Grid(columns=("", ""), rows=tuple(rows)), "", *coverage_blocks(stats)]
+    return [Table(rows=rows), "", *coverage_blocks(stats)]
 
 
 def coverage_blocks(stats: CalibrationStats) -> list[Block]:
     """The table of `Coverage.lines`, and which sequences were left out."""
 
-    from beamq.calib.input_scales import coverage, remarks  # NumPy, only where a table is shown
-    from beamq.report.console import Grid
+    from beamq.calib.input_scales import coverage, remarks  # numpy, only where a table is shown
+    from beamq.report.tables import Table
 
     reached = coverage(stats)
     rows = tuple(
@@ -219,6 +219,6 @@ def coverage_blocks(stats: CalibrationStats) -> list[Block]:
         f"{reached.calibrated:,} of {reached.experts:,} experts reached ({reached.percent:.1f}%);"
         " tokens of each layer's experts:"
     )
-    columns = ("layer>", "fewest>", "median>", "most>", "experts to look at")
-    blocks: list[Block] = [Grid(columns=columns, rows=rows, title=title)]
+    head = ("layer", "fewest", "median", "most", "experts to look at")
+    blocks: list[Block] = [Table(title=title, head=head, align="rrrrl", rows=rows)]
     return blocks + [f"Left out: {name}." for name in stats.dropped_names]

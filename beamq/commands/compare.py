@@ -31,8 +31,7 @@ from beamq.errors import UsageError
 if TYPE_CHECKING:
     from beamq.eval.compare.records import Comparison
     from beamq.eval.compare.sensitivity import Choice, Sensitivity
-    from beamq.report.console import Block, Grid, Screen
-    from beamq.report.tables import Table
+    from beamq.report.console import Block, Screen
 
 
 def compare(
@@ -217,7 +216,7 @@ def _write(found: Sensitivity, choice: Choice, path: Path) -> Path:
 ABREAST = 2  # candidates that fit 80 columns side by side
 LAYERS, LINEARS = 5, 5
 ALL_LINEARS = 20
-NAME_WIDTH = 17
+NAME_WIDTH, CELL_WIDTH = 17, 28  # of a folder's name, and of a linear's
 
 
 def compare_data(comparison: Comparison, report: Path | None) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool
 
     blocks: list[Block] = []
     for candidate in comparison.candidates:
-        blocks += [f"{candidate.member.name}: {candidate.verdict.headline}"]
+        blocks += [f"{candidate.model.name}: {candidate.verdict.headline}"]
         blocks += [candidate.verdict.text]
         blocks += [f"Note: {note}." for note in candidate.notes]
         blocks.append("")
@@ -254,38 +253,20 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
     from beamq.report import tables
 
     candidates = comparison.candidates
-    for start in range(0, len(candidates), ABREAST):
-        yield _grid(tables.summary(comparison.source, candidates[start : start + ABREAST]))
-        yield ""
+    shown = [
+        tables.summary(comparison.source, candidates[start : start + ABREAST])
+        for start in range(0, len(candidates), ABREAST)
+    ]
     for candidate in candidates:
-        yield _grid(tables.damage(candidate, None if verbose else LAYERS))
-        yield ""
-        worst = tables.linears(candidate, ALL_LINEARS if verbose else LINEARS)
-        if worst.rows:
-            yield _grid(worst)
-            yield ""
-    found = [tables.sizes(comparison), tables.newly_fitting(comparison)]
-    for table in [*found, tables.per_gpu(comparison)] if verbose else found:
+        shown.append(tables.damage(candidate, None if verbose else LAYERS))
+        shown.append(tables.linears(candidate, ALL_LINEARS if verbose else LINEARS))
+    shown += [tables.sizes(comparison), tables.newly_fitting(comparison)]
+    if verbose:
+        shown.append(tables.per_gpu(comparison))
+    for table in shown:
         if table.rows:
-            yield _grid(table)
+            yield table.clipped(NAME_WIDTH, CELL_WIDTH)
             yield ""
-
-
-def _grid(table: Table) -> Grid:
-    from beamq.report.console import Grid
-
-    return Grid(
-        title=table.title,
-        columns=tuple(_short(name) for name in table.columns),
-        rows=tuple(tuple(_short(cell, 28) for cell in row) for row in table.rows),
-    )
-
-
-def _short(text: str, width: int = NAME_WIDTH) -> str:
-    """Names are as long as their folders' owners liked; a table has 80 columns."""
-    mark = ">" if text.endswith(">") else ""
-    bare = text.removesuffix(">")
-    return text if len(bare) <= width else f"{bare[: width - 3]}...{mark}"
 
 
 # What `beamq sensitivity` says: what each part costs alone, and what leaving some precise buys.
@@ -322,11 +303,11 @@ def sensitivity_blocks(
 
     blocks: list[Block] = [headline(found), text_line(found)]
     blocks += [f"Note: {note}." for note in found.data["notes"]]
-    blocks += ["", _sensitivity_grid(parts_table(found, None if verbose else SHOWN_PARTS))]
+    blocks += ["", parts_table(found, None if verbose else SHOWN_PARTS)]
     hidden = len(found.parts) - SHOWN_PARTS
     if hidden > 0 and not verbose:
         blocks.append(f"and {hidden} more; -v shows all")
-    blocks += [NOTE, "", _sensitivity_grid(curve_table(found)), ""]
+    blocks += [NOTE, "", curve_table(found), ""]
     if choice is not None:
         blocks.append(choice_line(choice))
     if recipe is not None:
@@ -334,9 +315,3 @@ def sensitivity_blocks(
     if report is not None:
         blocks.append(f"Report: {report}")
     return blocks
-
-
-def _sensitivity_grid(table: Table) -> Grid:
-    from beamq.report.console import Grid
-
-    return Grid(title=table.title, columns=table.columns, rows=table.rows)

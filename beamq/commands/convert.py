@@ -243,7 +243,8 @@ def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict
 def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> list[Block]:
     """The result table and what to do next."""
 
-    from beamq.report.console import Command, Grid
+    from beamq.report.console import Command
+    from beamq.report.tables import Table
 
     if dry_run:
         return ["Dry run: nothing was written."]
@@ -269,7 +270,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
     rows += _counts(manifest.get("counts") or {})
     output = shlex.quote(str(result.output))
     return [
-        Grid(columns=("", ""), rows=tuple(rows)),
+        Table(rows=rows),
         "",
         Command(f"next: beamq verify {output} --source {shlex.quote(source)}"),
     ]
@@ -308,7 +309,7 @@ def dequantize_data(result: DequantizeResult, checkpoint: str) -> dict[str, Any]
 def dequantize_blocks(result: DequantizeResult) -> list[Block]:
     """The result table."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     rows = (
         ("output", str(result.output)),
@@ -320,4 +321,4 @@ def dequantize_blocks(result: DequantizeResult) -> list[Block]:
         ("size", show_bytes(result.tensor_nbytes)),
         ("time", show_seconds(result.seconds)),
     )
-    return [Grid(columns=("", ""), rows=rows)]
+    return [Table(rows=rows)]

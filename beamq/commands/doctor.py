@@ -89,7 +89,7 @@ def doctor_data() -> dict[str, Any]:
 def doctor_blocks(data: dict[str, Any]) -> list[Block]:
     """The same as tables, hints last."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     memory = data["memory"]
     machine = [
@@ -115,9 +115,9 @@ def doctor_blocks(data: dict[str, Any]) -> list[Block]:
         (name, data["packages"][name] or "not installed", purpose) for name, purpose in PACKAGES
     )
     blocks: list[Block] = [
-        Grid(columns=("", ""), rows=tuple(machine)),
+        Table(rows=machine),
         "",
-        Grid(columns=("package", "version", "for"), rows=packages),
+        Table(head=("package", "version", "for"), rows=packages),
         "",
         *_gemm_blocks(data["gemm"]),
     ]
@@ -198,7 +198,7 @@ def _gemm() -> dict[str, Any] | None:
 def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
     """A table for each kind of device; devices that are alike share one."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     if gemm is None:
         return []
@@ -219,8 +219,8 @@ def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
             for op in device["ops"]
             for number, entry in enumerate(op["backends"])
         )
-        columns = ("GEMM", "back end", "ms", "error", "")
-        blocks += [f"On {device['name']} (* is what runs)", Grid(columns=columns, rows=rows), ""]
+        head = ("GEMM", "back end", "ms", "error", "")
+        blocks += [f"On {device['name']} (* is what runs)", Table(head=head, rows=rows), ""]
     return [*blocks, f"{gemm['note']}.", ""]
 
 

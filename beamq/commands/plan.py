@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from beamq.beam.tensors import Role
     from beamq.plan.layout import Unit
     from beamq.plan.plan import Exclusion, Plan
-    from beamq.report.console import Block, Grid, Screen
+    from beamq.report.console import Block, Screen
+    from beamq.report.tables import Table
 
 
 def plan(
@@ -285,8 +286,8 @@ def needs_text(needs: dict[str, Any]) -> str:
     return text
 
 
-def _role_table(plan: Plan) -> Grid:
-    from beamq.report.console import Grid
+def _role_table(plan: Plan) -> Table:
+    from beamq.report.tables import Table
 
     rows = []
     for entry in role_sums(plan):
@@ -312,9 +313,10 @@ def _role_table(plan: Plan) -> Grid:
             f"{plan.bits_per_weight:.2f}",
         )
     )
-    return Grid(
-        columns=("part", "parameters>", "share>", "source>", "becomes", "output>", "bits>"),
-        rows=tuple(rows),
+    return Table(
+        head=("part", "parameters", "share", "source", "becomes", "output", "bits"),
+        align="lrrrlrr",
+        rows=rows,
     )
 
 
@@ -335,7 +337,7 @@ def _totals(plan: Plan) -> str:
 def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list[Block]:
     """What each pattern matched and did, then the modules by name."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     rows = []
     names: list[Block] = []
@@ -348,8 +350,8 @@ def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list
                 note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
         rows.append((exclusion.pattern, f"{len(exclusion.matched):,}", left, note))
         names.append(f"{exclusion.pattern} matches {_few(exclusion.matched, verbose=verbose)}")
-    columns = ("exclude", "modules>", "left precise", "note")
-    return [Grid(columns=columns, rows=tuple(rows)), *names]
+    head = ("exclude", "modules", "left precise", "note")
+    return [Table(head=head, align="lrll", rows=rows), *names]
 
 
 def describe_units(units: Iterable[Unit]) -> str:

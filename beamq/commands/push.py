@@ -90,7 +90,7 @@ def push_data(result: PushResult) -> dict[str, Any]:
 def push_blocks(result: PushResult) -> list[Block]:
     """The files of a dry run; what was sent otherwise."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     total = f"{counted(len(result.files), 'file')}, {show_bytes(result.nbytes)}"
     if result.dry_run:
@@ -100,7 +100,7 @@ def push_blocks(result: PushResult) -> list[Block]:
         )
         where = f"{result.repo}, branch {result.revision}"
         return [
-            Grid(columns=("file", "size>", "order"), rows=files),
+            Table(head=("file", "size", "order"), align="lrl", rows=files),
             "",
             f"Dry run: {total} would go to {where}; nothing was sent.",
         ]
@@ -112,7 +112,7 @@ def push_blocks(result: PushResult) -> list[Block]:
         ("time", show_seconds(result.seconds)),
         ("address", str(result.url)),
     )
-    blocks: list[Block] = [Grid(columns=("", ""), rows=rows)]
+    blocks: list[Block] = [Table(rows=rows)]
     if result.withdrawn:
         blocks += ["", f"Replaced: {', '.join(result.withdrawn)}, deleted before the weights."]
     return blocks

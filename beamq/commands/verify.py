@@ -94,7 +94,7 @@ def inspect_data(found: Inspection) -> dict[str, Any]:
 def inspect_blocks(found: Inspection) -> list[Block]:
     """The same as two tables and notes."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     rows = [
         ("checkpoint", found.checkpoint),
@@ -131,10 +131,11 @@ def inspect_blocks(found: Inspection) -> list[Block]:
         for share in found.roles
     )
     blocks: list[Block] = [
-        Grid(columns=("", ""), rows=tuple(rows)),
+        Table(rows=rows),
         "",
-        Grid(
-            columns=("part", "tensors>", "parameters>", "quantized>", "bytes>", "stored as"),
+        Table(
+            head=("part", "tensors", "parameters", "quantized", "bytes", "stored as"),
+            align="lrrrrl",
             rows=parts,
         ),
         "",
@@ -165,22 +166,23 @@ def verify_data(report: VerifyReport) -> dict[str, Any]:
 def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
     """Checks as a table (those skipped only if `verbose`), errors by part, one line of verdict."""
 
-    from beamq.report.console import Grid
+    from beamq.report.tables import Table
 
     shown = [check for check in report.checks if verbose or check.status != "skip"]
     blocks: list[Block] = [
-        Grid(
-            columns=("check", "", "found"),
-            rows=tuple((check.name, _status(check), _found(check)) for check in shown),
+        Table(
+            head=("check", "", "found"),
+            rows=[(check.name, _status(check), _found(check)) for check in shown],
         ),
         "",
     ]
     if report.errors:
         blocks += [
-            Grid(
+            Table(
                 title="Error of the quantized weights against the source",
-                columns=("part", "linears>", "elements>", "relative RMS>", "worst linear>"),
-                rows=tuple(
+                head=("part", "linears", "elements", "relative RMS", "worst linear"),
+                align="lr",
+                rows=[
                     (
                         error.role,
                         f"{error.linears:,}",
@@ -189,7 +191,7 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
                         f"{error.worst_relative_rms:.4f}",
                     )
                     for error in report.errors
-                ),
+                ],
             ),
             "",
         ]

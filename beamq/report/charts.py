@@ -166,7 +166,7 @@ def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
         axes,
         [
             (
-                candidate.member.name,
+                candidate.model.name,
                 [layer.layer for layer in candidate.layers],
                 [100 * layer.relative.value for layer in candidate.layers],
             )
@@ -183,7 +183,7 @@ def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
         routers = [(each.layer, each.router) for each in candidate.layers if each.router]
         layers = [layer for layer, _ in routers]
         series.append(
-            (candidate.member.name, layers, [100 * router.overlap.value for _, router in routers])
+            (candidate.model.name, layers, [100 * router.overlap.value for _, router in routers])
         )
     lines(axes, series)
     axes.set_ylabel("same experts, %")
@@ -196,7 +196,7 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
         found = candidate.divergence.histogram
         edges = [found.low + found.step * n for n in range(len(found.counts) + 1)]
         shares = [100 * count / candidate.divergence.tokens for count in found.counts]
-        name = _short(candidate.member.name)
+        name = _short(candidate.model.name)
         if found.below:
             name += f" ({found.below / candidate.divergence.tokens:.0%} less)"
         axes.stairs(shares, edges, color=color(place), linewidth=1.4, label=name)
@@ -214,15 +214,15 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
 
 
 def _bars(axes: Axes, comparison: Comparison) -> None:
-    members = [comparison.source, *(each.member for each in comparison.candidates)]
-    sizes = [member.footprint.disk for member in members]
-    colors = [_GRID, *(color(place) for place in range(len(members) - 1))]
-    places, gap = range(len(members)), 0.01 * max(sizes)
+    models = [comparison.source, *(each.model for each in comparison.candidates)]
+    sizes = [model.footprint.disk for model in models]
+    colors = [_GRID, *(color(place) for place in range(len(models) - 1))]
+    places, gap = range(len(models)), 0.01 * max(sizes)
     axes.barh(places, sizes, color=colors, height=0.62)
     for place, size in zip(places, sizes, strict=True):
         share = f" ({size / sizes[0]:.0%})" if place else ""
         axes.text(size + gap, place, f"{show_bytes(size)}{share}", va="center", fontsize=8)
-    axes.set_yticks(places, [_short(member.name) for member in members])
+    axes.set_yticks(places, [_short(model.name) for model in models])
     axes.set_xlim(0, 1.35 * max(sizes))
     axes.set_xticks([])
     axes.invert_yaxis()

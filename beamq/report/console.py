@@ -1,9 +1,9 @@
 """How beamq writes to a terminal, a pipe or a file: the only importer of rich.
 
 Results go to stdout, all else (what is about to happen, progress) to stderr, so that
-`beamq plan --json | jq` and `beamq verify > log` work. Views hand over plain strings and `Grid`s;
-nothing in them is taken for markup. Tables are 80 columns wide wherever they are printed, so that
-the same input gives the same text; colour appears on terminals only, and never with NO_COLOR.
+`beamq plan --json | jq` and `beamq verify > log` work. Commands hand over plain strings and
+`Table`s; nothing in them is taken for markup. Tables are 80 columns wide wherever they are printed,
+so that the same input gives the same text; colour appears on terminals only, never with NO_COLOR.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import IO, Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -32,30 +30,17 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from beamq.errors import DiskError, printable
 from beamq.ranks import rank_here
+from beamq.report.tables import Table, terminal
 from beamq.units import show_bytes, show_seconds
 
 WIDTH = 80
-_BETWEEN, _LEAST_ROOM = 2, 20  # characters between columns of a table, and in its last one
 LINE_SECONDS = 30.0  # between lines of progress where no bar can be drawn
-# A rule of hyphens under the header and nothing else: the same in every encoding.
-_RULED = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 Advance = Callable[[int, int], None]
 """Takes bytes done and bytes in all; may be called from any thread."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """A table. A column whose name ends in `>` holds figures: right-aligned and never folded;
-    others are left-aligned and folded where they do not fit. No rows: nothing is printed."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    title: str = ""
 
 
 class Command(str):
@@ -64,8 +49,8 @@ class Command(str):
     __slots__ = ()
 
 
-Block = str | Grid
-"""Prose (broken into lines between words, so that paths stay whole), a `Command` or a `Grid`."""
+Block = str | Table
+"""Prose (broken into lines between words, so that paths stay whole), a `Command` or a `Table`."""
 
 
 class Screen:
@@ -183,71 +168,21 @@ def _print(stream: IO[str], blocks: Iterable[Block]) -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=styled, width=WIDTH, highlight=False)
     for block in blocks:
-        if isinstance(block, Grid):
+        if isinstance(block, Table):
             if block.title and block.rows:
                 console.print(Text(block.title, style="bold"), soft_wrap=True)
             if block.rows:
-                console.print(_table(block))
-            continue
-        for line in [block] if isinstance(block, Command) else _fill(block):
-            console.print(_text(line), soft_wrap=True)
+                console.print(terminal(block, WIDTH))
+            lines = _fill(block.note) if block.note else []
+        else:
+            lines = [block] if isinstance(block, Command) else _fill(block)
+        for line in lines:
+            console.print(Text(printable(line, len(line))), soft_wrap=True)
     _write(stream, "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
 
 
 def _fill(prose: str) -> list[str]:
     return textwrap.wrap(prose, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _table(grid: Grid) -> Table:
-    table = Table(
-        box=_RULED,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="",
-        show_header=any(name.strip(">") for name in grid.columns),
-    )
-    for name in grid.columns:
-        figures = name.endswith(">")
-        table.add_column(
-            Text(name.rstrip(">")),
-            justify="right" if figures else "left",
-            no_wrap=figures,
-            overflow="fold",
-        )
-    room = _last_room(grid)
-    for row in grid.rows:
-        table.add_row(*map(_text, row[:-1]), _in_pieces(_text(row[-1]), room))
-    return table
-
-
-def _last_room(grid: Grid) -> int:
-    """Characters that a last column of text has if the others are as wide as their cells.
-
-    The whole width where that is next to nothing: the others are folded then, or these are
-    figures, which are never folded.
-    """
-    others = list(zip(grid.columns, *grid.rows, strict=True))[:-1]
-    room = WIDTH - sum(max(map(len, cells)) + _BETWEEN for cells in others)
-    return room if room >= _LEAST_ROOM and not grid.columns[-1].endswith(">") else WIDTH
-
-
-def _in_pieces(text: Text, room: int) -> Text:
-    """Words that do not fit a line broken behind a dot or slash; rich would break them anywhere,
-    and leave a colon alone on the next line."""
-    pieces = []
-    for word in text.plain.split(" "):
-        rest = word
-        while len(rest) > room and (cut := max(rest.rfind(mark, 0, room) for mark in "./")) > 0:
-            pieces.append(rest[: cut + 1] + "\n")
-            rest = rest[cut + 1 :]
-        pieces.append(rest + " ")
-    return Text("".join(pieces)[:-1])
-
-
-def _text(words: str) -> Text:
-    """Words as they are; what would steer a terminal is shown, not sent."""
-    return Text(printable(words, len(words)))
 
 
 def _write(stream: IO[str], text: str) -> None:

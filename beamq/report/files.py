@@ -17,13 +17,13 @@ from beamq.beam.tensors import Role
 from beamq.errors import DiskError
 from beamq.eval.compare.records import Candidate, Comparison
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
-from beamq.eval.compare.verdict import CAVEAT, figure, listed
+from beamq.eval.compare.verdict import CAVEAT, listed
 from beamq.io.files import user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
 from beamq.report import tables
 from beamq.report.charts import Chart, charts, drawing
 from beamq.report.model_card import card_with_comparison
-from beamq.report.tables import Table
+from beamq.report.tables import Table, html, inline, markdown
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def page(template: str, **values: Any) -> str:
         return resources.files("beamq.report").joinpath(f"templates/{name}").read_text("utf-8")
 
     pages = Environment(loader=FunctionLoader(source), autoescape=True, trim_blocks=True)
-    return pages.get_template(template).render(**values)
+    return pages.get_template(template).render(html=html, **values)
 
 
 # `report.html`: one file that needs nothing else, to read on any screen, in light or dark.
@@ -129,7 +129,7 @@ def report_html(comparison: Comparison) -> str:
 
 def title(comparison: Comparison) -> str:
     """`beam-nano against nvfp4 and fp8`."""
-    names = listed([candidate.member.name for candidate in comparison.candidates])
+    names = listed([candidate.model.name for candidate in comparison.candidates])
     return f"{comparison.source.name} and what became of it: {names}"
 
 
@@ -137,9 +137,9 @@ def _details(candidate: Candidate) -> dict[str, Any]:
     whole = tables.damage(candidate)
     shown = tables.damage(candidate, SHOWN_LAYERS)
     return {
-        "name": candidate.member.name,
+        "name": candidate.model.name,
         "damage": shown,
-        "more_damage": whole if len(whole.rows) > len(shown.rows) else tables.NOTHING,
+        "more_damage": whole if len(whole.rows) > len(shown.rows) else Table(),
         "linears": tables.linears(candidate),
     }
 
@@ -168,13 +168,12 @@ def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
 
 def card_section(comparison: Comparison, candidate: Candidate) -> str:
     """One candidate against the source, for a model card, which knows no other name for it."""
-    table = replace(
-        tables.summary(comparison.source, [candidate]), columns=("", "source>", "this checkpoint>")
-    )
+    summary = tables.summary(comparison.source, [candidate])
+    table = replace(summary, head=("", "source", "this checkpoint"))
     return "\n\n".join(
         [
             candidate.verdict.headline,
-            markdown_table(table),
+            markdown(table),
             tables.text_line(comparison),
             CAVEAT,
         ]
@@ -183,15 +182,15 @@ def card_section(comparison: Comparison, candidate: Candidate) -> str:
 
 def report_markdown(comparison: Comparison) -> str:
     """The report as GitHub's Markdown."""
-    parts = [f"# {_inline(title(comparison))}", _inline(tables.text_line(comparison))]
-    parts += [f"Note: {_inline(note)}." for note in comparison.data["notes"]]
+    parts = [f"# {inline(title(comparison))}", inline(tables.text_line(comparison))]
+    parts += [f"Note: {inline(note)}." for note in comparison.data["notes"]]
     parts.append("## Is it safe to serve?")
     for candidate in comparison.candidates:
         parts += [
-            f"### {_inline(candidate.member.name)}",
-            f"**{_inline(candidate.verdict.headline)}**",
-            _inline(candidate.verdict.text),
-            *(f"Note: {_inline(note)}." for note in candidate.notes),
+            f"### {inline(candidate.model.name)}",
+            f"**{inline(candidate.verdict.headline)}**",
+            inline(candidate.verdict.text),
+            *(f"Note: {inline(note)}." for note in candidate.notes),
         ]
     parts += [CAVEAT, "## Accuracy"]
     parts += _section([tables.summary(comparison.source, comparison.candidates)])
@@ -210,25 +209,8 @@ def _section(found: Sequence[Table]) -> list[str]:
     parts = []
     for table in found:
         if table.rows:
-            parts += [f"{_inline(table.title)}:", markdown_table(table)]
+            parts += [f"{inline(table.title)}:", markdown(table)]
     return parts
-
-
-def markdown_table(table: Table) -> str:
-    """A table whose columns of figures are right-aligned."""
-    head = [_cell(name.removesuffix(">")) for name in table.columns]
-    rule = ["---:" if name.endswith(">") else "---" for name in table.columns]
-    rows = [head, rule, *([_cell(cell) for cell in row] for row in table.rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-
-
-def _cell(text: str) -> str:
-    return _inline(text).replace("|", "\\|")
-
-
-def _inline(text: str) -> str:
-    """Names come from strangers: no markup of theirs, no line breaks."""
-    return " ".join(text.split()).replace("<", "&lt;").replace("[", "\\[").replace("`", "'")
 
 
 # Reports of a sensitivity: .json for programs, .md for people in a hurry, .html to look at.
@@ -295,7 +277,7 @@ def parts_table(found: Sensitivity, limit: int | None = None) -> Table:
         (
             str(part.layer),
             NAMES[part.role],
-            figure(part.kld, "{:.5f}"),
+            f"{part.kld:.5f}",
             f"{part.same_top.value:.2%}",
             show_bytes(part.extra_nbytes),
             f"{part.nats_per_gb:.3g}",
@@ -304,8 +286,9 @@ def parts_table(found: Sensitivity, limit: int | None = None) -> Table:
     ]
     return Table(
         title="What each part costs alone, by nats per GB",
-        columns=("layer>", "part", "KLD>", "same top p>", "precise>", "nats per GB>"),
-        rows=tuple(rows[:limit]),
+        head=("layer", "part", "KLD", "same top p", "precise", "nats per GB"),
+        align="rlr",
+        rows=rows[:limit],
     )
 
 
@@ -325,8 +308,9 @@ def curve_table(found: Sensitivity, points: int = CURVE_POINTS) -> Table:
     ]
     return Table(
         title="Leaving parts precise, most nats per GB first",
-        columns=("parts>", "bits a weight>", "bytes>", "predicted KLD>"),
-        rows=tuple(rows),
+        head=("parts", "bits a weight", "bytes", "predicted KLD"),
+        align="r",
+        rows=rows,
     )
 
 
@@ -344,7 +328,7 @@ def _markdown(found: Sensitivity, choice: Choice | None) -> str:
     if choice is not None:
         parts.append(choice_line(choice))
     for table in (parts_table(found), curve_table(found)):
-        parts += [f"## {table.title}", markdown_table(table)]
+        parts += [f"## {table.title}", markdown(table)]
     return "\n\n".join([*parts, NOTE]) + "\n"
 
 

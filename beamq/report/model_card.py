@@ -12,7 +12,7 @@ put there by `card_with_comparison`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from beamq.io.hub import parse_hub_id
 from beamq.io.shard_writer import write_file
 from beamq.plan.plan import Plan
 from beamq.plan.serving import GPUS, KV_ITEMSIZE, fit, model_weights
+from beamq.report.tables import Table, inline, markdown
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -186,7 +187,7 @@ READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class ServingEngine:
     """How an engine takes a format. `gpus` are names in `machines.GPUS`; `notes` are its limits."""
 
     name: str
@@ -197,9 +198,9 @@ class Engine:
 
 _BLACKWELL = ("b200", "b300")
 _FP8_GPUS = ("h100", "h200", "b200", "b300")
-ENGINES: dict[str, tuple[Engine, ...]] = {
+ENGINES: dict[str, tuple[ServingEngine, ...]] = {
     "nvfp4": (
-        Engine(
+        ServingEngine(
             name="vLLM",
             command="vllm serve $MODEL --tensor-parallel-size {count}",
             gpus=_BLACKWELL,
@@ -208,7 +209,7 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
                 " among further kernels, which was not tried",
             ),
         ),
-        Engine(
+        ServingEngine(
             name="SGLang",
             command="python -m sglang.launch_server --model-path $MODEL --tp {count}"
             " --moe-runner-backend flashinfer_trtllm",
@@ -220,13 +221,13 @@ ENGINES: dict[str, tuple[Engine, ...]] = {
         ),
     ),
     "fp8": (
-        Engine(
+        ServingEngine(
             name="vLLM",
             command="vllm serve $MODEL --tensor-parallel-size {count}",
             gpus=_FP8_GPUS,
             notes=(),
         ),
-        Engine(
+        ServingEngine(
             name="SGLang",
             command="python -m sglang.launch_server --model-path $MODEL --tp {count}",
             gpus=_FP8_GPUS,
@@ -273,7 +274,7 @@ def _context(plan: Plan) -> int:
     return min(DEFAULT_CONTEXT, plan.config.max_position_embeddings)
 
 
-def _commands(plan: Plan, engine: Engine) -> list[str]:
+def _commands(plan: Plan, engine: ServingEngine) -> list[str]:
     """One line for each number of GPUs, with the GPUs of which that many are needed."""
     wanted: dict[int, list[str]] = {}
     for gpu in GPUS:
@@ -391,17 +392,6 @@ def _introduction(plan: Plan, origin: Origin) -> str:
     )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    lines = [head, tuple("---" for _ in head), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Text of strangers: one line, no table or HTML of its own."""
-    flat = " ".join(text.split())
-    return flat.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-
-
 def _parts_section(plan: Plan) -> str:
     rows = [
         (
@@ -416,10 +406,10 @@ def _parts_section(plan: Plan) -> str:
     lines = [
         "## What is quantized",
         "",
-        f"Recipe `{plan.recipe.name}`: {_cell(plan.recipe.summary).rstrip('.')}. {share:.1%} of the"
-        " weights are quantized.",
+        f"Recipe `{plan.recipe.name}`: {inline(plan.recipe.summary).rstrip('.')}."
+        f" {share:.1%} of the weights are quantized.",
         "",
-        _table(("part", "parameters", "share", "stored as"), rows),
+        markdown(Table(head=("part", "parameters", "share", "stored as"), rows=rows)),
     ]
     if plan.recipe.format == "nvfp4":
         lines += ["", f"Block scales: {_SCALES_TEXTS[plan.recipe.scales]}."]
@@ -454,7 +444,7 @@ def _stored_as(plan: Plan) -> Iterator[tuple[Role, str]]:
 def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:
     if plan.recipe.format == "fp8":
         return ""
-    lines = ["## Calibration", "", f"Input scales: {_cell(str(record.get('description')))}."]
+    lines = ["## Calibration", "", f"Input scales: {inline(str(record.get('description')))}."]
     rows = [
         (
             str(source.get("name")),
@@ -473,7 +463,8 @@ def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:
             f" {data.get('seed')}, activations in {data.get('activations', 'unknown')}.",
         ]
     if rows:
-        lines += ["", _table(("data", "kind", "documents", "tokens", "digest"), rows)]
+        head = ("data", "kind", "documents", "tokens", "digest")
+        lines += ["", markdown(Table(head=head, rows=rows))]
     lines += _coverage_lines(record)
     return "\n".join(lines) + "\n"
 
@@ -504,7 +495,7 @@ def _size_section(plan: Plan) -> str:
         ("source", show_bytes(plan.source_nbytes), _bits(plan, plan.source_nbytes)),
         ("this", show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}"),
     ]
-    return "## Size\n\n" + _table(("", "tensors", "bits a weight"), rows) + "\n"
+    return f"## Size\n\n{markdown(Table(head=('', 'tensors', 'bits a weight'), rows=rows))}\n"
 
 
 def _bits(plan: Plan, nbytes: int) -> str:
@@ -523,5 +514,5 @@ def _provenance_section(plan: Plan, origin: Origin) -> str:
     ]
     if any(companion.target == "README.source.md" for companion in plan.companions):
         lines += ["The source's own card is kept as `README.source.md`."]
-    lines += [f"Note: {_cell(note)}." for note in plan.notes]
+    lines += [f"Note: {inline(note)}." for note in plan.notes]
     return "\n".join(lines) + "\n"

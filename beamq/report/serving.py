@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from beamq.beam.config import BeamConfig
+from beamq.errors import counted
 from beamq.plan.plan import Plan
 from beamq.plan.serving import (
     BATCHED_TOKENS,
@@ -28,7 +29,8 @@ from beamq.plan.serving import (
     model_weights,
     smallest_count,
 )
-from beamq.report.console import Block, Grid
+from beamq.report.console import Block
+from beamq.report.tables import Table
 from beamq.units import show_bytes, show_gib
 
 DEFAULT_CONTEXT = 131_072
@@ -159,7 +161,7 @@ class ServingView:
             f" on each GPU: {padded[worst]:.0%} more than an even share on {worst} GPUs."
         ]
 
-    def _weights_table(self) -> Grid:
+    def _weights_table(self) -> Table:
         rows = []
         names = (("source", self._source), (self._plan.recipe.name, self._output))
         for layout in LAYOUTS:
@@ -167,13 +169,14 @@ class ServingView:
                 sizes = (weights.per_gpu(layout, count) for count in COUNTS)
                 cells = ("-" if size is None else show_bytes(size) for size in sizes)
                 rows.append((_LAYOUT_NAMES[layout], name, *cells))
-        return Grid(
+        return Table(
             title=f"Weights on each GPU ({_LEGEND})",
-            columns=("", "", *(f"{count} GPU{'s' if count > 1 else ''}>" for count in COUNTS)),
-            rows=tuple(rows),
+            head=("", "", *(counted(count, "GPU") for count in COUNTS)),
+            align="llr",
+            rows=rows,
         )
 
-    def _fits_table(self) -> Grid:
+    def _fits_table(self) -> Table:
         rows = []
         for gpu in GPUS:
             cells = []
@@ -182,10 +185,11 @@ class ServingView:
                 cells.append(_sequences(result))
             least, before = self._smallest(gpu, self._output), self._smallest(gpu, self._source)
             rows.append((gpu.label, *cells, _or_dash(least), _or_dash(before)))
-        return Grid(
+        return Table(
             title=f"Sequences of {self._context:,} tokens that fit beside the weights (e: with EP)",
-            columns=("", *(f"x{count}>" for count in COUNTS), "fewest>", "source>"),
-            rows=tuple(rows),
+            head=("", *(f"x{count}" for count in COUNTS), "fewest", "source"),
+            align="lr",
+            rows=rows,
         )
 
     def _machine(self, gpu: Gpu) -> list[Block]:
@@ -208,12 +212,13 @@ class ServingView:
         verdict = f"Fewest {gpu.label} with room for one full context: {least or 'more than 16'}."
         if not rows:
             return [f"This model cannot be divided over {self._count} GPUs.", verdict]
-        grid = Grid(
+        table = Table(
             title=f"Each {gpu.label} ({_LEGEND})",
-            columns=("GPUs>", "", "weights>", "room>", "KV>", "sequences>", "longest>"),
-            rows=tuple(rows),
+            head=("GPUs", "", "weights", "room", "KV", "sequences", "longest"),
+            align="rlr",
+            rows=rows,
         )
-        return [grid, verdict]
+        return [table, verdict]
 
     def _fits(self, gpu: Gpu, count: int) -> list[Fit]:
         layouts = LAYOUTS if count > 1 else LAYOUTS[:1]

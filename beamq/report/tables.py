@@ -1,34 +1,162 @@
-"""The tables of a comparison, as text: one source for terminal, Markdown and HTML.
+"""Tables: what one is, how it is drawn, and which ones a comparison has.
 
-In: a `Comparison`. Out: `Table`s of ready strings. A column whose name ends in `>` holds figures.
-Measures that llama.cpp's perplexity tool prints are called as it calls them: Q is the candidate.
+In: ready strings; a `Comparison`. Out: a `Table`, and its text for a terminal, Markdown or HTML.
+
+The one idea: whoever has figures builds one `Table` of them, and three small functions draw it.
+Cells may hold names that strangers chose, so each renderer escapes every cell. Measures that
+llama.cpp's perplexity tool prints carry its names; Q stands for the candidate there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import TYPE_CHECKING
 
-from beamq.eval.compare.footprint import CONTEXTS
-from beamq.eval.compare.records import Candidate, Comparison, Member
-from beamq.eval.compare.verdict import figure, percent, signed, smallest_each
+from beamq.errors import counted, printable
 from beamq.plan.serving import COUNTS, LAYOUTS
 from beamq.units import show_bytes, show_gib
 
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from beamq.eval.compare.records import Candidate, ComparedModel, Comparison
+
 LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
 FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
+BETWEEN, LEAST_ROOM = 2, 20  # characters between columns, and the least for a last one of text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Column names, rows of cells, and a title that may be empty."""
+    """Rows of cells. Without `head` no header is drawn, without `rows` no table.
 
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    `align` has a letter for each column: `l`, or `r` for figures, which are aligned right and never
+    broken into lines. Its last letter holds for all further columns. `note` is prose below.
+    """
+
+    title: str = ""
+    head: tuple[str, ...] = ()
+    rows: Sequence[tuple[str, ...]] = ()
+    align: str = "l"
+    note: str = ""
+
+    def columns(self) -> Iterator[tuple[str, bool]]:
+        """Each column's name and whether it is aligned right."""
+        for place in range(len(self.rows[0] if self.rows else self.head)):
+            name = self.head[place] if self.head else ""
+            yield name, self.align[min(place, len(self.align) - 1)] == "r"
+
+    def clipped(self, head: int, cell: int) -> Table:
+        """The same with names and cells of at most so many characters."""
+        return replace(
+            self,
+            head=tuple(_clip(name, head) for name in self.head),
+            rows=[tuple(_clip(text, cell) for text in row) for row in self.rows],
+        )
 
 
-NOTHING = Table(title="", columns=(), rows=())
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def terminal(table: Table, width: int) -> RichTable:
+    """For rich's `Console.print`, at most `width` characters wide unless figures need more."""
+    from rich import box  # with rich.text and rich.table, only where there is a console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(
+        # A rule of hyphens under the header and nothing else: the same in every encoding.
+        box=box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True),
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="",
+        show_header=any(table.head),
+    )
+    columns = list(table.columns())
+    for name, right in columns:
+        drawn.add_column(
+            Text(name), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
+    room = _last_room(table, width)
+    for row in table.rows:
+        *others, last = (printable(cell, len(cell)) for cell in row)  # no escape codes, no markup
+        drawn.add_row(*map(Text, others), Text(_in_pieces(last, room)))
+    return drawn
+
+
+def _last_room(table: Table, width: int) -> int:
+    """Characters that a last column of text has if the others are as wide as their cells.
+
+    The whole width where that is next to nothing: the others are folded then, or these are
+    figures, which are never folded.
+    """
+    *columns, (_, last_is_right) = table.columns()
+    cells = zip(*table.rows, strict=True)
+    used = sum(
+        max(len(name), *map(len, column)) + BETWEEN
+        for (name, _), column in zip(columns, cells, strict=False)
+    )
+    return width - used if width - used >= LEAST_ROOM and not last_is_right else width
+
+
+def _in_pieces(text: str, room: int) -> str:
+    """Words longer than a line, broken after a dot or slash; rich would break them anywhere."""
+    pieces = []
+    for word in text.split(" "):
+        rest = word
+        while len(rest) > room and (cut := max(rest.rfind(mark, 0, room) for mark in "./")) > 0:
+            pieces.append(rest[: cut + 1] + "\n")
+            rest = rest[cut + 1 :]
+        pieces.append(rest + " ")
+    return "".join(pieces)[:-1]
+
+
+def markdown(table: Table) -> str:
+    """GitHub's Markdown, without the title; columns of figures are aligned right."""
+    columns = list(table.columns())
+    head = [name for name, _ in columns]
+    rule = ["---:" if right else "---" for _, right in columns]
+    lines = [[inline(name) for name in head], rule]
+    lines += [[inline(cell) for cell in row] for row in table.rows]
+    drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"{drawn}\n\n{table.note}" if table.note else drawn
+
+
+def inline(text: str) -> str:
+    """Text for a line or a cell of Markdown: no markup and no line breaks of its own."""
+    flat = " ".join(text.split()).replace("\\", "\\\\").replace("<", "&lt;").replace("`", "'")
+    return flat.replace("[", "\\[").replace("|", "\\|")
+
+
+def html(table: Table) -> str:
+    """A scrolling `<table>`, without the title, and its note; nothing without rows."""
+    if not table.rows:
+        return ""
+    columns = list(table.columns())
+    classes = [' class="n"' if right else "" for _, right in columns]
+    head = "".join(
+        f'<th scope="col"{css}>{escape(name)}</th>'
+        for (name, _), css in zip(columns, classes, strict=True)
+    )
+    body = "\n".join(
+        "<tr>"
+        + "".join(f"<td{css}>{escape(cell)}</td>" for cell, css in zip(row, classes, strict=True))
+        + "</tr>"
+        for row in table.rows
+    )
+    note = f'<p class="soft">{escape(table.note)}</p>\n' if table.note else ""
+    region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
+    return (
+        f"{region}<table>\n"
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n{note}"
+    )
+
+
+# --- the tables of a comparison ---------------------------------------------------------------
 
 
 def format_name(name: str) -> str:
@@ -36,77 +164,74 @@ def format_name(name: str) -> str:
     return FORMAT_NAMES.get(name, name)
 
 
-def summary(source: Member, candidates: Sequence[Candidate]) -> Table:
+DIVERGENCE = (
+    ("Median KLD", "median_kld", ".5f"),
+    ("90.0% KLD", "kld_90", ".4f"),
+    ("99.0% KLD", "kld_99", ".4f"),
+    ("99.9% KLD", "kld_999", ".4f"),
+    ("Maximum KLD", "max_kld", ".4f"),
+    ("Mean Δp", "mean_delta_p", "+.2%"),
+    ("RMS Δp", "rms_delta_p", ".2%"),
+    ("Same top p", "same_top", ".1%"),
+    ("Top 5 overlap", "top5_overlap", ".1%"),
+)
+"""Rows of `summary`: label, field of `Divergence`, format."""
+
+
+def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
     """Accuracy and size: the source, then each candidate; standard errors over tokens after ±."""
-    rows: list[tuple[str, str, Callable[[Candidate], str]]] = [
-        ("format", format_name(source.format), lambda c: format_name(c.member.format)),
-        (
-            "Mean PPL",
-            figure(candidates[0].divergence.ppl_base, "{:.3f}"),
-            lambda c: figure(c.divergence.ppl, "{:.3f}"),
-        ),
-        ("ln(PPL(Q)/PPL(base))", "", lambda c: signed(c.divergence.ln_ppl_ratio)),
-        ("Mean KLD", "", lambda c: figure(c.divergence.mean_kld, "{:.5f}")),
-        ("Mean KLD, weights exact", "", _activations),
-        *_ratios(candidates),
-        ("Median KLD", "", lambda c: figure(c.divergence.median_kld, "{:.5f}")),
-        ("90.0% KLD", "", lambda c: figure(c.divergence.kld_90)),
-        ("99.0% KLD", "", lambda c: figure(c.divergence.kld_99)),
-        ("99.9% KLD", "", lambda c: figure(c.divergence.kld_999)),
-        ("Maximum KLD", "", lambda c: figure(c.divergence.max_kld)),
-        ("Mean Δp", "", _mean_change),
-        ("RMS Δp", "", lambda c: figure(c.divergence.rms_delta_p, "{:.2%}")),
-        ("Same top p", "", lambda c: percent(c.divergence.same_top)),
-        ("Top 5 overlap", "", lambda c: percent(c.divergence.top5_overlap)),
-        ("Same experts, worst layer", "", lambda c: _worst_router(c, overlap=False)),
-        ("Expert overlap, worst layer", "", lambda c: _worst_router(c, overlap=True)),
-        ("Hidden error, last layer", "", lambda c: percent(c.layers[-1].relative)),
-        ("SQNR, last layer", "", lambda c: _db(c.layers[-1].sqnr_db)),
-        ("on disk", show_bytes(source.footprint.disk), lambda c: _disk(c.member)),
-        ("bits a weight", _bits(source), lambda c: _bits(c.member)),
+    seen = [each.divergence for each in candidates]
+    rows = [
+        ("format", *(format_name(each.format) for each in (source, *_of(candidates)))),
+        ("Mean PPL", f"{seen[0].ppl_base:.3f}", *(f"{each.ppl:.3f}" for each in seen)),
+        ("ln(PPL(Q)/PPL(base))", "", *(f"{each.ln_ppl_ratio:+.4f}" for each in seen)),
+        ("Mean KLD", "", *(f"{each.mean_kld:.5f}" for each in seen)),
+        ("Mean KLD, weights exact", "", *map(_activations, candidates)),
+    ]
+    if any(each.kld_ratio is not None for each in candidates):
+        rows.append(("Mean KLD over the first's", "", *map(_ratio, candidates)))
+    rows += [
+        (label, "", *(format(getattr(each, field), form) for each in seen))
+        for label, field, form in DIVERGENCE
+    ]
+    last = [each.layers[-1] for each in candidates]
+    rows += [
+        ("Same experts, worst layer", "", *(_worst_router(c, "same_experts") for c in candidates)),
+        ("Expert overlap, worst layer", "", *(_worst_router(c, "overlap") for c in candidates)),
+        ("Hidden error, last layer", "", *(f"{layer.relative:.1%}" for layer in last)),
+        ("SQNR, last layer", "", *(_db(layer.sqnr_db) for layer in last)),
+        ("on disk", *(show_bytes(each.footprint.disk) for each in (source, *_of(candidates)))),
+        ("bits a weight", *(_bits(each) for each in (source, *_of(candidates)))),
     ]
     return Table(
         title="Against the source (base): KLD in nats a token, ± standard error over tokens",
-        columns=("", f"{source.name}>", *(f"{each.member.name}>" for each in candidates)),
-        rows=tuple((label, base, *(cell(c) for c in candidates)) for label, base, cell in rows),
+        head=("", source.name, *(each.name for each in _of(candidates))),
+        align="lr",
+        rows=rows,
     )
 
 
-def _ratios(candidates: Sequence[Candidate]) -> list[tuple[str, str, Callable[[Candidate], str]]]:
-    """Mean KLD over the first candidate's, on the same tokens, where any but it is shown."""
-    if all(candidate.kld_ratio is None for candidate in candidates):
-        return []
+def _of(candidates: Sequence[Candidate]) -> list[ComparedModel]:
+    return [candidate.model for candidate in candidates]
 
-    def cell(candidate: Candidate) -> str:
-        return "1" if candidate.kld_ratio is None else figure(candidate.kld_ratio, "{:.3f}")
 
-    return [("Mean KLD over the first's", "", cell)]
+def _ratio(candidate: Candidate) -> str:
+    """Mean KLD over the first candidate's, on the same tokens."""
+    return "1" if candidate.kld_ratio is None else f"{candidate.kld_ratio:.3f}"
 
 
 def _activations(candidate: Candidate) -> str:
     found = candidate.activations_kld
-    return "not quantized" if found is None else figure(found, "{:.5f}")
+    return "not quantized" if found is None else f"{found:.5f}"
 
 
-def _disk(member: Member) -> str:
-    return show_bytes(member.footprint.disk)
+def _bits(model: ComparedModel) -> str:
+    return f"{model.footprint.bits_per_weight:.2f}"
 
 
-def _bits(member: Member) -> str:
-    return f"{member.footprint.bits_per_weight:.2f}"
-
-
-def _mean_change(candidate: Candidate) -> str:
-    """Mean change of the true token's probability, in percent."""
-    found = candidate.divergence.mean_delta_p
-    sign = "+" if found.value > 0 else ""
-    return sign + figure(found, "{:.2%}")
-
-
-def _worst_router(candidate: Candidate, *, overlap: bool) -> str:
-    routers = [layer.router for layer in candidate.layers if layer.router is not None]
-    found = [router.overlap if overlap else router.same_experts for router in routers]
-    return percent(min(found, key=lambda each: each.value)) if found else "no experts"
+def _worst_router(candidate: Candidate, field: str) -> str:
+    found = [getattr(layer.router, field) for layer in candidate.layers if layer.router is not None]
+    return format(min(found, key=lambda each: each.value), ".1%") if found else "no experts"
 
 
 def _db(value: float | None) -> str:
@@ -116,7 +241,7 @@ def _db(value: float | None) -> str:
 def damage(candidate: Candidate, count: int | None = None) -> Table:
     """Layers by falling part of the error, the `count` worst of them (None: all)."""
     layers = candidate.worst_layers()[:count]
-    rows = tuple(
+    rows = [
         (
             str(layer.layer),
             layer.kind,
@@ -127,17 +252,18 @@ def damage(candidate: Candidate, count: int | None = None) -> Table:
             f"+{show_bytes(layer.extra_bytes)}" if layer.quantized_bytes else "",
         )
         for layer in layers
-    )
+    ]
     return Table(
-        title=f"{candidate.member.name}: which layers hurt, and what BF16 there would cost",
-        columns=("layer>", "kind", "error>", "added>", "experts>", "quantized>", "in BF16>"),
+        title=f"{candidate.model.name}: which layers hurt, and what BF16 there would cost",
+        head=("layer", "kind", "error", "added", "experts", "quantized", "in BF16"),
+        align="rlr",
         rows=rows,
     )
 
 
 def linears(candidate: Candidate, count: int = 20) -> Table:
     """The worst linears, by relative error."""
-    rows = tuple(
+    rows = [
         (
             weight.module.removeprefix("model.layers."),
             format_name(weight.format),
@@ -148,16 +274,17 @@ def linears(candidate: Candidate, count: int = 20) -> Table:
             f"{weight.underflowed_share:.2%}",
         )
         for weight in candidate.worst_weights(count)
-    )
+    ]
     return Table(
-        title=f"{candidate.member.name}: linears with the largest error",
-        columns=("layers.", "", "SQNR>", "error>", "max>", "saturated>", "underflow>"),
+        title=f"{candidate.model.name}: linears with the largest error",
+        head=("layers.", "", "SQNR", "error", "max", "saturated", "underflow"),
+        align="llr",
         rows=rows,
     )
 
 
-def _members(comparison: Comparison) -> list[Member]:
-    return [comparison.source, *(candidate.member for candidate in comparison.candidates)]
+def _models(comparison: Comparison) -> list[ComparedModel]:
+    return [comparison.source, *_of(comparison.candidates)]
 
 
 def sizes(comparison: Comparison) -> Table:
@@ -165,18 +292,19 @@ def sizes(comparison: Comparison) -> Table:
     source = comparison.source.footprint
     return Table(
         title="Size, and KV cache of one sequence",
-        columns=("", "disk>", "of source>", "bits>", "KV", *(f"{_context(n)}>" for n in CONTEXTS)),
-        rows=tuple(
+        head=("", "disk", "of source", "bits", "KV", *map(_context, source.kv)),
+        align="lrrrlr",
+        rows=[
             (
-                member.name,
-                show_bytes(member.footprint.disk),
-                f"{member.footprint.disk / source.disk:.0%}",
-                f"{member.footprint.bits_per_weight:.2f}",
-                format_name(member.footprint.kv_dtype),
-                *(show_gib(member.footprint.kv[tokens]) for tokens in CONTEXTS),
+                model.name,
+                show_bytes(model.footprint.disk),
+                f"{model.footprint.disk / source.disk:.0%}",
+                f"{model.footprint.bits_per_weight:.2f}",
+                format_name(model.footprint.kv_dtype),
+                *map(show_gib, model.footprint.kv.values()),
             )
-            for member in _members(comparison)
-        ),
+            for model in _models(comparison)
+        ],
     )
 
 
@@ -184,14 +312,15 @@ def per_gpu(comparison: Comparison) -> Table:
     """Bytes of weights on each GPU, tensor and expert parallel."""
     rows = []
     for layout in LAYOUTS:
-        for member in _members(comparison):
-            found = (member.footprint.per_gpu[layout][count] for count in COUNTS)
+        for model in _models(comparison):
+            found = (model.footprint.per_gpu[layout][count] for count in COUNTS)
             cells = ("-" if nbytes is None else show_bytes(nbytes) for nbytes in found)
-            rows.append((LAYOUT_NAMES[layout], member.name, *cells))
+            rows.append((LAYOUT_NAMES[layout], model.name, *cells))
     return Table(
         title="Weights on each GPU (TP: tensor parallel, EP: expert parallel)",
-        columns=("", "", *(f"{count} GPU{'s' if count > 1 else ''}>" for count in COUNTS)),
-        rows=tuple(rows),
+        head=("", "", *(counted(count, "GPU") for count in COUNTS)),
+        align="llr",
+        rows=rows,
     )
 
 
@@ -199,14 +328,15 @@ def newly_fitting(comparison: Comparison) -> Table:
     """The fewest GPUs of each kind that hold a candidate and a whole context, not the source."""
     context = _context(comparison.source.footprint.fit_context)
     rows = [
-        (candidate.member.name, f"{found.count} x {found.label}", f"{found.sequences:,}")
+        (candidate.model.name, f"{found.count} x {found.label}", f"{found.sequences:,}")
         for candidate in comparison.candidates
-        for found in smallest_each(candidate.newly_fits)
+        for found in candidate.fewest_gpus()
     ]
     return Table(
         title=f"Machines with room for weights and {context} tokens that the source does not fit",
-        columns=("", "fewest GPUs", "sequences>"),
-        rows=tuple(rows),
+        head=("", "fewest GPUs", "sequences"),
+        align="llr",
+        rows=rows,
     )
 
 

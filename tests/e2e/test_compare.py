@@ -93,7 +93,7 @@ def test_figures_of_the_fixtures(beam_nano: Path, made: dict[str, Path]) -> None
     w4 = weights_only.candidates[0]
     for candidate, kld, top in ((w4a4, 0.0205, 0.931), (w8a8, 0.0020, 0.983), (w4, 0.0106, 0.947)):
         seen = candidate.divergence
-        assert seen.mean_kld.value == pytest.approx(kld, rel=TOLERANCE), candidate.member.name
+        assert seen.mean_kld.value == pytest.approx(kld, rel=TOLERANCE), candidate.model.name
         assert seen.same_top.value == pytest.approx(top, abs=TOLERANCE / 10)
         assert (seen.tokens, seen.predicted) == (ROWS * LENGTH, ROWS * (LENGTH - 1))
         assert candidate.verdict.safe
@@ -196,7 +196,7 @@ def test_names_are_told_apart_and_tokenizers_looked_at(beam_nano: Path, tmp_path
     twin = Path(shutil.copytree(beam_nano, tmp_path / beam_nano.name))
     (twin / "tokenizer.json").write_text("{}")
     found = compare(beam_nano, [twin], samples=1, sequence_length=16)
-    assert (found.source.name, found.candidates[0].member.name) == (
+    assert (found.source.name, found.candidates[0].model.name) == (
         f"{beam_nano.name} (1)",
         f"{beam_nano.name} (2)",
     )

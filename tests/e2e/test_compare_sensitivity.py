@@ -55,7 +55,7 @@ def test_a_branch_is_the_model_with_that_part_quantized(
     assert part.kld.value == pytest.approx(both[0].divergence.mean_kld.value, rel=1e-6)
     assert part.same_top.value == both[0].divergence.same_top.value
     assert found.whole.value == pytest.approx(both[1].divergence.mean_kld.value, rel=1e-6)
-    saved = both[0].member.footprint.tensors - both[1].member.footprint.tensors
+    saved = both[0].model.footprint.tensors - both[1].model.footprint.tensors
     assert part.extra_nbytes == sum(p.extra_nbytes for p in found.parts) - saved
 
 
@@ -125,7 +125,7 @@ def test_the_command_writes_a_recipe_that_keeps_its_word(
     found = compare(beam_nano, [output], **TEXT).candidates[0]
     predicted = shown["choice"]["predicted_kld"]
     assert found.divergence.mean_kld.value == pytest.approx(predicted, rel=0.3)
-    assert found.member.footprint.tensors == shown["choice"]["tensor_bytes"]
+    assert found.model.footprint.tensors == shown["choice"]["tensor_bytes"]
     text = CliRunner().invoke(app, given)
     assert text.exit_code == 0
     assert " ".join(text.stderr.split()).startswith("Running the parts of ")

@@ -32,7 +32,7 @@ from beamq.errors import CheckpointError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
 from beamq.eval.compare.footprint import Footprint, footprint, newly_fitting, stored_units
 from beamq.eval.compare.read_checksums import ReadSums, changed_files
-from beamq.eval.compare.records import Candidate, Comparison, Member, damage_of
+from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, damage_of
 from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
 from beamq.eval.compare.verdict import judge, listed
@@ -60,7 +60,7 @@ class _Opened:
     inspection: Inspection
     manifest: Mapping[str, Any] | None
     footprint: Footprint
-    member: Member
+    model: ComparedModel
 
 
 def compare(
@@ -123,7 +123,7 @@ def compare(
             )
             with ranks.agreeing():
                 result = Comparison(
-                    source=base.member,
+                    source=base.model,
                     candidates=tuple(
                         _candidate(base, other, findings, text, each.fault)
                         for other, findings, each in zip(others, found, sums, strict=True)
@@ -199,7 +199,7 @@ def _open(path: str | Path, checkpoint: Checkpoint, name: str) -> _Opened:
         inspection=inspection,
         manifest=_manifest(checkpoint),
         footprint=size,
-        member=Member(
+        model=ComparedModel(
             name=name,
             format=inspection.format,
             recipe=inspection.recipe,
@@ -227,7 +227,7 @@ def _candidate(
     damage = damage_of(findings.layers, other.footprint.layers, kinds)
     fits = newly_fitting(base.footprint, other.footprint)
     return Candidate(
-        member=other.member,
+        model=other.model,
         divergence=findings.divergence,
         activations_kld=findings.activations_kld,
         kld_ratio=findings.kld_ratio,
@@ -253,14 +253,14 @@ def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> 
     changed = changed_files(other.checkpoint, other.manifest)
     if changed:
         notes.append(f"{listed(changed)} changed since beamq.json was written")
-    scales = other.member.input_scales
+    scales = other.model.input_scales
     if scales and scales.startswith("not calibrated"):
         notes.append(scales)
     if _tokenizer(other.checkpoint) not in (None, _tokenizer(base.checkpoint)):
         notes.append("its tokenizer.json is not the source's; the source's was used for all")
-    if base.member.format not in ("bf16", "fp16", "fp32"):
+    if base.model.format not in ("bf16", "fp16", "fp32"):
         notes.append(
-            f"the source is itself {base.member.format}: differences are from that, not from BF16"
+            f"the source is itself {base.model.format}: differences are from that, not from BF16"
         )
     return notes
 

@@ -7,6 +7,7 @@ for two of them. The sums about GPUs are `beamq.plan.serving`' and `beamq.plan.s
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Fitting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
+class LayerSize:
     """What the quantized linears of one layer take, and would take in BF16."""
 
     layer: int
@@ -67,7 +68,7 @@ class Footprint:
     kv: dict[int, int]
     fit_context: int
     fits: tuple[Fitting, ...]
-    layers: tuple[LayerBytes, ...]
+    layers: tuple[LayerSize, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; see docs/report-schema.md."""
@@ -162,7 +163,7 @@ def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
     return (fmt, frozenset(units[fmt])) if units[fmt] else (None, frozenset())
 
 
-def _layer_bytes(checkpoint: Checkpoint) -> tuple[LayerBytes, ...]:
+def _layer_bytes(checkpoint: Checkpoint) -> tuple[LayerSize, ...]:
     quantized: Counter[int] = Counter()
     bf16: Counter[int] = Counter()
     for spec in checkpoint.tensors.values():
@@ -175,7 +176,7 @@ def _layer_bytes(checkpoint: Checkpoint) -> tuple[LayerBytes, ...]:
             quantized[role.layer] += spec.nbytes
             bf16[role.layer] += spec.numel * (2 if spec.dtype == "U8" else 1) * ITEMSIZE["BF16"]
     return tuple(
-        LayerBytes(layer=layer, quantized=quantized[layer], bf16=bf16[layer])
+        LayerSize(layer=layer, quantized=quantized[layer], bf16=bf16[layer])
         for layer in sorted(quantized)
     )
 
@@ -183,3 +184,12 @@ def _layer_bytes(checkpoint: Checkpoint) -> tuple[LayerBytes, ...]:
 def _declares_fp8_cache(checkpoint: Checkpoint) -> bool:
     block = checkpoint.config.get("quantization_config")
     return isinstance(block, dict) and bool(block.get("kv_cache_scheme"))
+
+
+def smallest_each(fits: Sequence[Fitting]) -> list[Fitting]:
+    """The fewest of each GPU among machines."""
+    fewest: dict[str, Fitting] = {}
+    for found in fits:
+        if found.gpu not in fewest or found.count < fewest[found.gpu].count:
+            fewest[found.gpu] = found
+    return list(fewest.values())

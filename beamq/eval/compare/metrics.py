@@ -50,6 +50,13 @@ class Estimate:
         """For JSON; what is not finite becomes null there."""
         return {"value": self.value, "standard_error": self.standard_error}
 
+    def __format__(self, spec: str) -> str:
+        """`0.0205 ± 0.0004` by the format of a number; a `+` there signs the value alone."""
+        value = format(self.value, spec)
+        if self.standard_error is None:
+            return value
+        return f"{value} ± {format(self.standard_error, spec.removeprefix('+'))}"
+
     def map(self, value: float, slope: float) -> Estimate:
         """A function of this figure, by its value and its derivative there."""
         error = self.standard_error

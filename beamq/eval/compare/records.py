@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from beamq.eval.compare.findings import Breach, Limits
-from beamq.eval.compare.footprint import Fitting, Footprint, LayerBytes
+from beamq.eval.compare.footprint import Fitting, Footprint, LayerSize, smallest_each
 from beamq.eval.compare.metrics import Divergence, Estimate, LayerError
 from beamq.eval.compare.weight_error import WeightError
 
@@ -20,7 +20,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class ComparedModel:
     """One of the models compared. `name` is unique within a comparison and has no path in it."""
 
     name: str
@@ -31,7 +31,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SafetyVerdict:
     """Whether a candidate may be served, as far as bounds can tell; None where none apply.
 
     `text` is the answer in a few sentences, `reasons` what it rests on.
@@ -70,7 +70,7 @@ class Candidate:
     not quantized; `kld_ratio` its mean KLD over the first candidate's, None for that one.
     """
 
-    member: Member
+    model: ComparedModel
     divergence: Divergence
     activations_kld: Estimate | None = None
     kld_ratio: Estimate | None = None
@@ -81,13 +81,17 @@ class Candidate:
     damaged: tuple[str, ...] = ()
     newly_fits: tuple[Fitting, ...]
     limits: Limits
-    verdict: Verdict
+    verdict: SafetyVerdict
     notes: tuple[str, ...]
 
     def worst_weights(self, count: int = 20) -> tuple[WeightError, ...]:
         """Linears by falling relative error; ties by name."""
         ordered = sorted(self.weights, key=lambda w: (-w.relative_rms, w.module))
         return tuple(ordered[:count])
+
+    def fewest_gpus(self) -> list[Fitting]:
+        """Of the machines that it fits and the source does not, the smallest of each GPU."""
+        return smallest_each(self.newly_fits)
 
     def worst_layers(self) -> tuple[LayerDamage, ...]:
         """Layers by falling damage."""
@@ -98,7 +102,7 @@ class Candidate:
 class Comparison:
     """The source, and each candidate against it. `data` is the record of the text."""
 
-    source: Member
+    source: ComparedModel
     candidates: tuple[Candidate, ...]
     data: dict[str, Any]
     settings: dict[str, Any]
@@ -113,7 +117,7 @@ class Comparison:
         """Plain data; see docs/report-schema.md. NaN and infinity become None."""
         data = {
             "schema": SCHEMA,
-            "source": _member(self.source),
+            "source": _model(self.source),
             "candidates": [_candidate(candidate) for candidate in self.candidates],
             "data": self.data,
             "settings": self.settings,
@@ -134,20 +138,20 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _member(member: Member) -> dict[str, Any]:
+def _model(model: ComparedModel) -> dict[str, Any]:
     return {
-        "name": member.name,
-        "format": member.format,
-        "recipe": member.recipe,
-        "input_scales": member.input_scales,
-        "memory": member.footprint.to_dict(),
+        "name": model.name,
+        "format": model.format,
+        "recipe": model.recipe,
+        "input_scales": model.input_scales,
+        "memory": model.footprint.to_dict(),
     }
 
 
 def _candidate(found: Candidate) -> dict[str, Any]:
     verdict = found.verdict
     return {
-        **_member(found.member),
+        **_model(found.model),
         "verdict": {
             "safe": verdict.safe,
             "headline": verdict.headline,
@@ -204,7 +208,7 @@ def _layer(error: LayerError, damage: LayerDamage) -> dict[str, Any]:
 
 
 def damage_of(
-    layers: tuple[LayerError, ...], sizes: tuple[LayerBytes, ...], kinds: tuple[str, ...]
+    layers: tuple[LayerError, ...], sizes: tuple[LayerSize, ...], kinds: tuple[str, ...]
 ) -> tuple[LayerDamage, ...]:
     """Errors by layer joined with bytes by layer. `kinds` describes each layer in a word or two."""
     total = sum(layer.added for layer in layers)

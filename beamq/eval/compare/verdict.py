@@ -1,6 +1,6 @@
 """The answer in words: is it safe to serve, which layers hurt, what would BF16 there cost?
 
-In: a candidate's figures, bounds and sizes. Out: a `Verdict`. Every sentence is made from figures;
+In: a candidate's figures, bounds and sizes. Out: a `SafetyVerdict`. Every sentence states figures;
 a figure that has no bound is told without a judgement.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from beamq.eval.compare.findings import Breach, Findings, Limits, breaches, parting_layer
-from beamq.eval.compare.footprint import Fitting, Footprint
-from beamq.eval.compare.metrics import Divergence, Estimate
-from beamq.eval.compare.records import LayerDamage, Verdict
+from beamq.eval.compare.footprint import Fitting, Footprint, smallest_each
+from beamq.eval.compare.metrics import Divergence
+from beamq.eval.compare.records import LayerDamage, SafetyVerdict
 from beamq.io.safetensors_header import few
 from beamq.units import show_bytes
 
@@ -31,7 +31,7 @@ def judge(
     source: Footprint,
     own: Footprint,
     newly_fits: Sequence[Fitting],
-) -> Verdict:
+) -> SafetyVerdict:
     """The verdict on one candidate."""
     broken = breaches(findings, limits.bounds)
     seen = findings.divergence
@@ -48,7 +48,7 @@ def judge(
     if findings.damaged:
         safe, headline = False, _damage(findings.damaged)
         parts.insert(0, "All figures are those of a damaged copy.")
-    return Verdict(
+    return SafetyVerdict(
         safe=safe,
         headline=headline,
         text=" ".join(part for part in parts if part),
@@ -88,13 +88,12 @@ def _damage(names: Sequence[str]) -> str:
 
 def _accuracy(seen: Divergence, limits: Limits) -> str:
     bounds = limits.bounds
-    ratio = seen.ln_ppl_ratio
     return (
-        f"Mean KLD is {figure(seen.mean_kld)} nats a token"
+        f"Mean KLD is {seen.mean_kld:.4f} nats a token"
         f"{_limit('at most', bounds.mean_kld, '{:g}')}; the likeliest next token is the source's"
-        f" for {percent(seen.same_top)} of {seen.tokens:,} tokens"
+        f" for {seen.same_top:.1%} of {seen.tokens:,} tokens"
         f"{_limit('at least', bounds.same_top, '{:.0%}')}; perplexity goes from"
-        f" {seen.ppl_base.value:.3f} to {seen.ppl.value:.3f} (ln ratio {signed(ratio)})."
+        f" {seen.ppl_base.value:.3f} to {seen.ppl.value:.3f} (ln ratio {seen.ln_ppl_ratio:+.4f})."
     )
 
 
@@ -146,34 +145,8 @@ def _size(source: Footprint, own: Footprint, newly_fits: Sequence[Fitting]) -> s
     return text
 
 
-def smallest_each(fits: Sequence[Fitting]) -> list[Fitting]:
-    """The fewest of each GPU among machines."""
-    fewest: dict[str, Fitting] = {}
-    for found in fits:
-        if found.gpu not in fewest or found.count < fewest[found.gpu].count:
-            fewest[found.gpu] = found
-    return list(fewest.values())
-
-
 def listed(names: Sequence[str]) -> str:
     """`3`, `3 and 5`, `3, 5 and 7`."""
     if len(names) < 2:
         return "".join(names)
     return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def figure(found: Estimate, form: str = "{:.4f}") -> str:
-    """`0.0205 ± 0.0004`, or the value alone."""
-    value = form.format(found.value)
-    error = found.standard_error
-    return value if error is None else f"{value} ± {form.format(error)}"
-
-
-def signed(found: Estimate) -> str:
-    """`+0.0198 ± 0.0024`."""
-    return figure(found, "{:.4f}") if found.value < 0 else f"+{figure(found)}"
-
-
-def percent(found: Estimate) -> str:
-    """`93.1% ± 0.3%`."""
-    return figure(found, "{:.1%}")

@@ -16,7 +16,8 @@ from beamq.cli import app
 from beamq.commands import outcome
 from beamq.errors import DiskError, UsageError, counted
 from beamq.report import console
-from beamq.report.console import Command, Grid, Screen
+from beamq.report.console import Command, Screen
+from beamq.report.tables import Table
 from beamq.units import parse_size, show_bytes, show_count, show_gib, show_seconds
 
 
@@ -89,16 +90,18 @@ def test_forced_colour_does_not_reach_a_pipe(
 
 def test_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
     path = "/a/" + "very-long-" * 12 + "path"
-    grid = Grid(columns=("name", "size>"), rows=(("[bold]x[/bold]", "1"), ("word " * 30, "22")))
+    table = Table(
+        head=("name", "size"), align="lr", rows=[("[bold]x[/bold]", "1"), ("word " * 30, "22")]
+    )
     screen = Screen()
     screen.say(f"prose with {path} and " + "words " * 20)
-    screen.show(dict, lambda: [grid, Grid(columns=("a",), rows=()), Command("next: " + "w " * 60)])
+    screen.show(dict, lambda: [table, Table(head=("a",)), Command("next: " + "w " * 60)])
     captured = capsys.readouterr()
     assert path in captured.err.splitlines()
-    table = captured.out.splitlines()
-    assert "[bold]x[/bold]" in table[2]
-    assert all(len(line) <= 80 for line in table[:-1])
-    assert len(table[-1]) > 80
+    lines = captured.out.splitlines()
+    assert "[bold]x[/bold]" in lines[2]
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert len(lines[-1]) > 80
     Screen(quiet=True).say("nothing")
     Screen(as_json=True).show(lambda: {"a": float("nan"), "b": (1.5,)}, list)
     captured = capsys.readouterr()
@@ -117,9 +120,9 @@ def test_long_names_in_a_table_are_broken_behind_a_dot(capsys: pytest.CaptureFix
     Screen().show(
         dict,
         lambda: [
-            Grid(
-                columns=("check", "", "found"),
-                rows=tuple(("values.second-opinion", "FAIL", text) for text in texts),
+            Table(
+                head=("check", "", "found"),
+                rows=[("values.second-opinion", "FAIL", text) for text in texts],
             )
         ],
     )
