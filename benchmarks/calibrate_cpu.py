@@ -47,8 +47,9 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
     from beamq.io.checkpoint import open_checkpoint
     from beamq.model.attention import SequenceLayout
     from beamq.model.forward import Batch, run_layers
-    from beamq.model.gemm.select import gemm_backend
-    from beamq.model.loader import LayerLoader, LayerStream
+    from beamq.model.gemm.select import select_gemm
+    from beamq.model.layer_stream import LayerStream
+    from beamq.model.loader import LayerLoader
     from beamq.ranks import Ranks
 
     samples, length = TOKENS
@@ -70,7 +71,7 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
                 )
                 for rows in batch_rows(setup.device, samples, length)
             ]
-            run_layers(LayerStream(loader), batches, gemm=gemm_backend("reference"))
+            run_layers(LayerStream(loader), batches, gemm=select_gemm("reference"))
             loader.close()
 
         def calibration() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from beamq.calib.collector import Collector
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
 from beamq.model.loader import tensor_bytes
 from benchmarks.gpu_timing import median_ms
@@ -26,7 +26,7 @@ LENGTH = 2048
 
 def measure(kind: str, mlp: str, tokens: int) -> str:
     """One line of the table."""
-    cuda, gemm = torch.device("cuda"), gemm_backend("auto")
+    cuda, gemm = torch.device("cuda"), select_gemm("auto")
     layout = SequenceLayout.rectangle(tokens // LENGTH, LENGTH)
     table = position_table(REAL, LENGTH, cuda)
     weights = random_layer(REAL, kind, mlp, "bf16", cuda)

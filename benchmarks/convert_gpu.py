@@ -249,7 +249,7 @@ class Bench:
         from beamq.calib.collector import Collector
         from beamq.calib.setup import BATCH_TOKENS, choose_device
         from beamq.model.attention import SequenceLayout, position_table
-        from beamq.model.gemm.select import gemm_backend
+        from beamq.model.gemm.select import select_gemm
         from beamq.model.layer import decoder_layer
         from beamq.model.loader import LayerLoader
         from beamq.ranks import Ranks
@@ -264,7 +264,7 @@ class Bench:
             loader = LayerLoader(checkpoint, config, dtype=torch.bfloat16, device=device)
             layout = SequenceLayout.rectangle(rows, length)
             table = position_table(config, length, device)
-            gemm = gemm_backend("auto" if device.type == "cuda" else "reference")
+            gemm = select_gemm("auto" if device.type == "cuda" else "reference")
             h_TK = torch.randn(rows * length, config.hidden_size, device=device).bfloat16()
             collector = Collector(config, device)
 

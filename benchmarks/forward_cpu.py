@@ -25,9 +25,10 @@ from transformers import BeamForCausalLM
 from beamq.beam.config import BeamConfig
 from beamq.io.checkpoint import open_checkpoint
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer, head_logits
-from beamq.model.loader import LayerLoader, LayerStream
+from beamq.model.layer_stream import LayerStream
+from beamq.model.loader import LayerLoader
 from beamq.model.logits import logits
 
 SHAPES = ((8, 128), (4, 512), (1, 4096))
@@ -40,7 +41,7 @@ def resident(path: Path, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.T
     config = BeamConfig.from_dict(checkpoint.config)
     loader = LayerLoader(checkpoint, config, dtype=dtype, device=CPU)
     layers = [weights for _, weights in LayerStream(loader)]
-    head, table_VK, gemm = loader.head(), loader.embedding(), gemm_backend("reference")
+    head, table_VK, gemm = loader.head(), loader.embedding(), select_gemm("reference")
 
     @torch.inference_mode()
     def run(ids_BT: torch.Tensor) -> torch.Tensor:

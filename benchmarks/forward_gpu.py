@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import LayerWeights, decoder_layer
 from beamq.model.loader import tensor_bytes
 from benchmarks.gpu_timing import bf16_tflops, copy_tb_per_s, machine, median_ms
@@ -56,7 +56,7 @@ class Bench:
         layout = SequenceLayout(lengths=(h_TK.shape[0],))
         with torch.inference_mode():
             return decoder_layer(
-                h_TK, self.weights, REAL, layout, self.table, gemm=gemm_backend(gemm)
+                h_TK, self.weights, REAL, layout, self.table, gemm=select_gemm(gemm)
             )
 
     def measure(self, tokens: int, gemm: str) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight
+from beamq.model.gemm.check import backends
 from beamq.model.gemm.operands import fp8_rows
-from beamq.model.gemm.reference import DenseWeight, Fp8Weight
-from beamq.model.gemm.select import backends
 from benchmarks.gpu_timing import machine, median_ms
 from benchmarks.random_layer import random_weight
 

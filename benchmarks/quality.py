@@ -32,7 +32,8 @@ from beamq.io.checkpoint import open_checkpoint
 from beamq.model.attention import SequenceLayout
 from beamq.model.forward import Batch, LayerPass
 from beamq.model.layer import LayerWeights, head_logits
-from beamq.model.loader import LayerLoader, LayerStream, in_turns
+from beamq.model.layer_stream import LayerStream, in_turns
+from beamq.model.loader import LayerLoader
 from beamq.model.logits import embed, logits
 
 LENGTH = 512

@@ -10,7 +10,7 @@ from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.formats import fp8, nvfp4
 from beamq.model.attention import AttentionWeights
-from beamq.model.gemm.reference import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
 from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
 from beamq.model.moe import ExpertSlice, RouterWeights
 

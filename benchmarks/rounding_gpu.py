@@ -32,8 +32,9 @@ from beamq.formats import gptq
 from beamq.formats.kernels import gpu, triton_sweep
 from beamq.formats.nvfp4 import global_scale_from_amax
 from beamq.model.expert_parallel import SingleProcess
-from beamq.model.forward import VisitedLayer
-from beamq.model.gemm.reference import DenseWeight, ReferenceGemm
+from beamq.model.forward import LayerExperts
+from beamq.model.gemm.backend import DenseWeight
+from beamq.model.gemm.reference import ReferenceGemm
 from beamq.model.moe import Dispatch, ExpertSlice
 from benchmarks.gpu_timing import machine, median_ms
 from benchmarks.random_layer import REAL
@@ -64,7 +65,7 @@ def sweep() -> dict[str, float]:
     return {"max_ms": by_max, "sweep_ms": swept, "ratio": swept / by_max}
 
 
-def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> VisitedLayer:
+def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> LayerExperts:
     """`experts` of the layer's, and as many batches as give each of them its rows."""
     device, hidden, wide = torch.device("cuda"), config.hidden_size, config.moe_intermediate_size
     each = BATCH_TOKENS * config.top_k // config.num_experts
@@ -90,7 +91,7 @@ def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> Visited
     part = ExpertSlice(
         first=0, count=experts, gate_up=weight(2 * wide, hidden), down=weight(hidden, wide)
     )
-    return VisitedLayer(
+    return LayerExperts(
         layer=0,
         parts=lambda: [part],
         inputs=inputs,
@@ -100,7 +101,7 @@ def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> Visited
     )
 
 
-def stages(seen: VisitedLayer, config: BeamConfig) -> dict[str, dict[str, float]]:
+def stages(seen: LayerExperts, config: BeamConfig) -> dict[str, dict[str, float]]:
     """Seconds by group and stage, for the experts at hand."""
     (part,) = seen.parts()
     moments = ExpertMoments(seen, full=True, gemm=ReferenceGemm(), check=lambda: None)
@@ -128,7 +129,7 @@ def stages(seen: VisitedLayer, config: BeamConfig) -> dict[str, dict[str, float]
     return found
 
 
-def visit(seen: VisitedLayer, config: BeamConfig) -> float:
+def visit(seen: LayerExperts, config: BeamConfig) -> float:
     """Seconds of the whole visit, but for writing."""
     every = {(expert, group) for expert in range(len(seen.rows_E)) for group in GROUPS}
     rounding = ExpertRounding(
@@ -140,7 +141,7 @@ def visit(seen: VisitedLayer, config: BeamConfig) -> float:
         write=lambda layer, group, rounded: None,
         stopped=lambda: False,
     )
-    return seconds(lambda: rounding.visit(seen))[0]
+    return seconds(lambda: rounding.run(seen))[0]
 
 
 def measured(experts: int, per_input: int) -> dict[str, Any]:

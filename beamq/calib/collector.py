@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from beamq.beam.config import BeamConfig
 from beamq.calib.statistics import MAX_DROPPED_NAMES, ExpertsMode, InputStats
 from beamq.errors import CalibrationError, Interrupted
-from beamq.model.observers import Quiet
+from beamq.model.observers import NullObserver
 
 _GROUPS = {"qkv_gate": "qkv_gate", "o_proj": "o", "gate_up": "gate_up", "down_proj": "down"}
 _ATTENTION = ("qkv_gate", "o_proj")
@@ -210,7 +210,7 @@ def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 # share batches, each sees its own only.
 
 
-class LayerPace(Quiet):
+class LayerPace(NullObserver):
     """Counts `batches` into each layer; no input is copied or looked at."""
 
     expert_inputs = False

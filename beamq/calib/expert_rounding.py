@@ -36,9 +36,10 @@ from beamq.errors import Interrupted, TensorError
 from beamq.formats import nvfp4
 from beamq.formats.gptq import damping_of, factorize, round_experts, shrunk
 from beamq.formats.numerics import E4M3_MIN, NVFP4_BLOCK
-from beamq.model.forward import VisitedLayer
+from beamq.model.forward import LayerExperts
+from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight
 from beamq.model.gemm.products import swiglu
-from beamq.model.gemm.reference import DenseWeight, Gemm, LinearWeight, nvfp4_operand
+from beamq.model.gemm.reference import nvfp4_operand
 from beamq.model.moe import ExpertSlice
 
 # Second moments of what a layer's experts will be fed, from the inputs of a calibration pass.
@@ -75,7 +76,7 @@ class ExpertMoments:
     """Of one layer. `prepare` each group at every process, then ask `of` any experts."""
 
     def __init__(
-        self, seen: VisitedLayer, *, full: bool, gemm: Gemm, check: Callable[[], None]
+        self, seen: LayerExperts, *, full: bool, gemm: Gemm, check: Callable[[], None]
     ) -> None:
         """`full`: matrices, not diagonals. `check` may end the work, between two inputs."""
         self._seen = seen
@@ -228,7 +229,7 @@ class RoundedGroup:
 
 
 class ExpertRounding:
-    """An `ExpertVisitor`. `wanted` has, by layer, the groups that are to be rounded.
+    """An `PostLayerHook`. `wanted` has, by layer, the groups that are to be rounded.
 
     `amax(layer, group)` is the largest input magnitude over all experts of the layer; it is asked
     for once a layer and group. `write` is called from several threads. Processes that share a pass
@@ -258,10 +259,10 @@ class ExpertRounding:
         self._stopped = stopped
 
     def wants(self, layer: int) -> bool:
-        """See `ExpertVisitor`."""
+        """See `PostLayerHook`."""
         return bool(self._wanted.get(layer))
 
-    def visit(self, seen: VisitedLayer) -> None:
+    def run(self, seen: LayerExperts) -> None:
         """Round and write all that is wanted of the layer. Raises `TensorError` for weights that
         are not finite, `Interrupted`, and what `write` raises."""
         moments = ExpertMoments(seen, full=self._full, gemm=self._gemm, check=self._check)

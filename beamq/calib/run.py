@@ -33,9 +33,10 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.model.attention import SequenceLayout
 from beamq.model.expert_parallel import ExpertExchange, SingleProcess, exchange_for
 from beamq.model.forward import Batch, run_layers
-from beamq.model.gemm.reference import Gemm
-from beamq.model.gemm.select import gemm_backend
-from beamq.model.loader import LayerLoader, LayerStream, SuppliedLoader, Tap
+from beamq.model.gemm.backend import Gemm
+from beamq.model.gemm.select import select_gemm
+from beamq.model.layer_stream import LayerStream, PrefetchingLoader
+from beamq.model.loader import LayerLoader, Tap
 from beamq.model.observers import Observer
 from beamq.version import __version__
 
@@ -177,8 +178,8 @@ class CalibrationPass:
         first = 0 if saved is None else saved.layer + 1
         alone = isinstance(exchange, SingleProcess)
         plain = self._device.type == "cpu" and self._options.gemm == "auto"
-        gemm = gemm_backend("reference" if plain else self._options.gemm)
-        with SuppliedLoader(
+        gemm = select_gemm("reference" if plain else self._options.gemm)
+        with PrefetchingLoader(
             self._checkpoint,
             self._config,
             first=first,
@@ -205,7 +206,7 @@ class CalibrationPass:
                 done=lambda layer: self._finish(layer, batches, exchange),
                 whole=self._saves,
                 exchange=None if alone else exchange,
-                visitor=self._expert_rounding(gemm),
+                hook=self._expert_rounding(gemm),
             )
         return self._stats
 

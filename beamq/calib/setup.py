@@ -20,7 +20,7 @@ from beamq.calib.statistics import ExpertsMode
 from beamq.errors import DeviceError, UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.model.expert_parallel import own_experts
-from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
+from beamq.model.layer_stream import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import usable_device
 from beamq.ranks import Ranks
 from beamq.version import __version__

@@ -59,7 +59,7 @@ def doctor_data() -> dict[str, Any]:
 
     command, beamq, python, platform; cpu {cores, usable, workers}; memory {total_bytes,
     available_bytes}; kernels {cpu: "c", "torch" or null, fault}; packages {name: version or null};
-    gpus [{name, bytes, capability, fp8, fp4}], gpu_note; gemm (as `beamq.model.gemm.select.probe`,
+    gpus [{name, bytes, capability, fp8, fp4}], gpu_note; gemm (as `beamq.model.gemm.check.probe`,
     null without torch); disks [{folder, free_bytes}]; hints.
     """
 
@@ -190,7 +190,7 @@ def _gemm() -> dict[str, Any] | None:
     """Which GEMM each op of the forward pass would run on, checked now if it never was."""
     if util.find_spec("torch") is None:
         return None
-    from beamq.model.gemm.select import probe  # imports torch
+    from beamq.model.gemm.check import probe  # imports torch
 
     return probe()
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.errors import UsageError
-from beamq.model.gemm.reference import Gemm, LinearWeight
+from beamq.model.gemm.backend import Gemm, LinearWeight
 from beamq.model.observers import Observer
 
 QUERY_SCALE_SPAN = 2048  # scalable softmax of the full layers: (1 + (p + 1) / 2048) ** 0.1

@@ -88,7 +88,7 @@ class SingleProcess:
         """Nothing."""
 
 
-class RankChain:
+class PipelinedReduce:
     """Several processes started by torchrun. The process group must be up (`Ranks.join`)."""
 
     def __init__(self, ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> None:
@@ -169,4 +169,4 @@ def exchange_for(ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> E
     if ranks.world == 1:
         return SingleProcess(config)
     ranks.join()
-    return RankChain(ranks, config, divided=divided)
+    return PipelinedReduce(ranks, config, divided=divided)

@@ -14,7 +14,7 @@ Several processes can share a pass, each with some of every layer's experts and 
 an `ExpertExchange` carries the sums from one to the next, in the order of experts, so the bits are
 again the same.
 
-An `ExpertVisitor` may look at a layer's experts again once all batches have passed them; the layer
+An `PostLayerHook` may look at a layer's experts again once all batches have passed them; the layer
 then goes the way of slices, with the same bits.
 
 Several models can run side by side: `in_turns` delivers layer 0 of each, layer 1 of each, and so
@@ -36,7 +36,7 @@ import torch
 
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.expert_parallel import ExpertExchange, SingleProcess
-from beamq.model.gemm.reference import Gemm
+from beamq.model.gemm.backend import Gemm
 from beamq.model.layer import (
     LayerWeights,
     SparseMlp,
@@ -45,7 +45,7 @@ from beamq.model.layer import (
     decoder_layer,
     mlp_input,
 )
-from beamq.model.loader import LayerStream
+from beamq.model.layer_stream import LayerStream
 from beamq.model.moe import Dispatch, ExpertSlice, add_slice, choose, finish, sort_choices
 from beamq.model.observers import Observer, Observers
 
@@ -55,7 +55,7 @@ from beamq.model.observers import Observer, Observers
 # memory would take longer than a layer does.
 
 
-class Shelf:
+class OffloadBuffer:
     """Tensors by number, on the device until `budget` bytes are taken, on the host beyond."""
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
@@ -98,7 +98,7 @@ class Shelf:
 
 # Hidden states of all batches of a pass: where they lie, and who knows them.
 #
-# In: batches, a `Shelf`, an `ExpertExchange`. Out: states by batch number, on the device.
+# In: batches, a `OffloadBuffer`, an `ExpertExchange`. Out: states by batch number, on the device.
 #
 # The one idea: a batch is worked on where it is at home (`exchange.mine`), and told to the other
 # processes only when they need it. `told` in between: alone, or undivided, everybody knows all.
@@ -119,34 +119,36 @@ class Batch:
 
 
 class HiddenStates:
-    """Holds the states of `batches` on `shelf`, under their numbers, until `hand_over`."""
+    """Holds the states of `batches` on `buffer`, under their numbers, until `hand_over`."""
 
-    def __init__(self, batches: Sequence[Batch], shelf: Shelf, exchange: ExpertExchange) -> None:
+    def __init__(
+        self, batches: Sequence[Batch], buffer: OffloadBuffer, exchange: ExpertExchange
+    ) -> None:
         self._batches = batches
-        self._shelf = shelf
+        self._buffer = buffer
         self._exchange = exchange
         self._told = True
         self.take_back()
 
     def get(self, number: int) -> torch.Tensor:
         """States [T, K] of one batch, on the device; not to be changed."""
-        return self._shelf.get(number)
+        return self._buffer.get(number)
 
     def hand_over(self) -> None:
         """Give the batches their states, wherever those are."""
         for number, batch in enumerate(self._batches):
-            batch.h_TK = self._shelf.peek(number)
+            batch.h_TK = self._buffer.peek(number)
 
     def take_back(self) -> None:
         """Take states from the batches again, which are empty until then."""
         for number, batch in enumerate(self._batches):
-            self._shelf.put(number, batch.h_TK)
+            self._buffer.put(number, batch.h_TK)
             batch.h_TK = batch.h_TK.new_empty(0)
 
     def update(self, work: Work) -> None:
         """New states of the batches that are at home; the others do not learn of them yet."""
         for number in filter(self._exchange.mine, range(len(self._batches))):
-            self._shelf.put(number, work(number, self._shelf.get(number)))
+            self._buffer.put(number, work(number, self._buffer.get(number)))
         self._told = not self._exchange.divided
 
     def update_all(self, work: Work) -> None:
@@ -159,10 +161,10 @@ class HiddenStates:
         def keep() -> None:
             number, h_TK, wait = told.popleft()
             wait()
-            self._shelf.put(number, h_TK)
+            self._buffer.put(number, h_TK)
 
         for number in range(len(self._batches)):
-            h_TK = self._shelf.get(number)
+            h_TK = self._buffer.get(number)
             if self._exchange.mine(number):
                 h_TK = work(number, h_TK)
             told.append((number, h_TK, self._exchange.spread(number, h_TK)))
@@ -180,7 +182,7 @@ class HiddenStates:
 
 # A second look at a layer's experts, once all batches have passed them.
 #
-# In: nothing; out: the `ExpertVisitor` protocol that `run.LayerPass` calls.
+# In: nothing; out: the `PostLayerHook` protocol that `run.LayerPass` calls.
 #
 # The one idea: when the last batch has left a layer's experts, all that is to be known of their
 # inputs is known, and their weights are still at hand (or, where they come in slices, are read once
@@ -197,7 +199,7 @@ Inputs = Callable[[], Iterator[tuple[torch.Tensor, Dispatch]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VisitedLayer:
+class LayerExperts:
     """`rows_E`: how many rows each of the layer's experts reads, whoever has it.
 
     `exchange` reaches the other processes in the order of experts.
@@ -211,13 +213,13 @@ class VisitedLayer:
     device: torch.device
 
 
-class ExpertVisitor(Protocol):
+class PostLayerHook(Protocol):
     """Called for a sparse layer between its experts and the end of its sublayer."""
 
     def wants(self, layer: int) -> bool:
         """Whether to be called for this layer; every process answers alike."""
 
-    def visit(self, seen: VisitedLayer) -> None:
+    def run(self, seen: LayerExperts) -> None:
         """Look; nothing may be changed."""
 
 
@@ -231,7 +233,7 @@ def run_layers(
     done: Callable[[int], None] | None = None,
     whole: Callable[[int], bool] = lambda layer: True,
     exchange: ExpertExchange | None = None,
-    visitor: ExpertVisitor | None = None,
+    hook: PostLayerHook | None = None,
 ) -> None:
     """Pass all batches through the layers of `stream`, in place.
 
@@ -248,7 +250,7 @@ def run_layers(
         observers=observers,
         resident_bytes=resident_bytes,
         exchange=exchange,
-        visitor=visitor,
+        hook=hook,
     )
     with torch.inference_mode():
         for index, weights in stream:
@@ -279,20 +281,20 @@ class LayerPass:
         observers: Sequence[Observer] = (),
         resident_bytes: int | None = None,
         exchange: ExpertExchange | None = None,
-        visitor: ExpertVisitor | None = None,
+        hook: PostLayerHook | None = None,
     ) -> None:
         device = stream.loader.device
         longest = max((batch.layout.longest for batch in batches), default=0)
         self._stream = stream
         self._config = stream.config
         self._gemm = gemm
-        self._visitor = visitor
+        self._hook = hook
         self._table = position_table(stream.config, longest, device)
         self._observer = Observers(observers) if observers else None
-        self._shelf = Shelf(device, resident_bytes)
+        self._buffer = OffloadBuffer(device, resident_bytes)
         self._exchange = exchange or SingleProcess(stream.config)
         self._batches = batches
-        self.states = HiddenStates(batches, self._shelf, self._exchange)
+        self.states = HiddenStates(batches, self._buffer, self._exchange)
 
     def apply(self, weights: LayerWeights) -> None:
         """Take every batch through the next layer."""
@@ -301,7 +303,7 @@ class LayerPass:
 
     def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
         mlp = weights.mlp
-        visited = self._visitor is not None and self._visitor.wants(weights.index)
+        visited = self._hook is not None and self._hook.wants(weights.index)
         shared = visited or not isinstance(self._exchange, SingleProcess)
         if isinstance(mlp, SparseMlp) and (shared or not isinstance(mlp.experts, tuple)):
             self._sliced(weights, mlp, batches)
@@ -325,21 +327,21 @@ class LayerPass:
         plans = self._plans(weights, mlp, batches)
         sums = len(batches)  # the sum of batch n is kept under n + sums
         self._experts(weights, mlp, plans)
-        if self._visitor is not None and self._visitor.wants(weights.index):
-            self._visit(self._visitor, weights, mlp, plans)
+        if self._hook is not None and self._hook.wants(weights.index):
+            self._run_hook(self._hook, weights, mlp, plans)
         if not isinstance(self._exchange, SingleProcess):
             for number in range(sums):
-                sum_TK = self._shelf.get(number + sums)
+                sum_TK = self._buffer.get(number + sums)
                 self._exchange.bring_home(number, sum_TK)
-                self._shelf.put(number + sums, sum_TK)
+                self._buffer.put(number + sums, sum_TK)
 
         def closed(number: int, h_TK: torch.Tensor) -> torch.Tensor:
-            out_TK = finish(self._shelf.get(number + sums), h_TK.dtype, self._config)
+            out_TK = finish(self._buffer.get(number + sums), h_TK.dtype, self._config)
             return close_mlp(h_TK, out_TK, weights, self._config)
 
         self.states.update(closed)
         for number in range(sums):  # other passes may run before this one's next layer
-            self._shelf.drop(number + sums)
+            self._buffer.drop(number + sums)
 
     def _plans(
         self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]
@@ -381,12 +383,12 @@ class LayerPass:
             self._exchange.spread(number, experts_Tk, weights_Tk)()
             plans.append(sort_choices(experts_Tk, weights_Tk, config.num_experts))
             empty = torch.zeros(shape[0], config.hidden_size, device=device)
-            self._shelf.put(number + len(batches), empty)
+            self._buffer.put(number + len(batches), empty)
         return plans
 
-    def _visit(
+    def _run_hook(
         self,
-        visitor: ExpertVisitor,
+        hook: PostLayerHook,
         weights: LayerWeights,
         mlp: SparseMlp,
         plans: Sequence[Dispatch],
@@ -400,8 +402,8 @@ class LayerPass:
             for number, plan in enumerate(plans):
                 yield mlp_input(self.states.get(number), weights, self._config), plan
 
-        visitor.visit(
-            VisitedLayer(
+        hook.run(
+            LayerExperts(
                 layer=weights.index,
                 parts=parts,
                 inputs=inputs,
@@ -419,12 +421,12 @@ class LayerPass:
         exchange, own, sums = self._exchange, self._exchange.experts, len(plans)
         if not own:
             for number in range(sums):
-                sum_TK = self._shelf.get(number + sums)
+                sum_TK = self._buffer.get(number + sums)
                 exchange.receive(sum_TK)
                 exchange.send(sum_TK)
         for part in mlp.experts:
             for number, plan in enumerate(plans):
-                sum_TK = self._shelf.get(number + sums)
+                sum_TK = self._buffer.get(number + sums)
                 if part.first == own.start:
                     exchange.receive(sum_TK)
                 add_slice(
@@ -438,5 +440,5 @@ class LayerPass:
                 )
                 if part.first + part.count == own.stop:
                     exchange.send(sum_TK)
-                self._shelf.put(number + sums, sum_TK)
+                self._buffer.put(number + sums, sum_TK)
             del part

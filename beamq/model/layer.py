@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.model.attention import AttentionWeights, PositionTable, SequenceLayout, attention
+from beamq.model.gemm.backend import Gemm, LinearWeight
 from beamq.model.gemm.products import CHUNK_ELEMENTS, product, swiglu
-from beamq.model.gemm.reference import Gemm, LinearWeight
 from beamq.model.moe import ExpertSlice, RouterWeights, moe
 from beamq.model.observers import Observer
 

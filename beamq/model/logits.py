@@ -21,10 +21,11 @@ from beamq.errors import DeviceError, UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.model.attention import SequenceLayout
 from beamq.model.forward import Batch, run_layers
-from beamq.model.gemm.reference import Gemm
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.backend import Gemm
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import head_logits
-from beamq.model.loader import LayerLoader, LayerStream, experts_per_slice
+from beamq.model.layer_stream import LayerStream, experts_per_slice
+from beamq.model.loader import LayerLoader
 from beamq.model.observers import Observer
 
 BATCH_TOKENS = 16_384
@@ -79,7 +80,7 @@ def logits(
                 max_device_memory=max_device_memory,
             )
     where = usable_device(device)
-    back_end = gemm_backend(gemm) if isinstance(gemm, str) else gemm
+    back_end = select_gemm(gemm) if isinstance(gemm, str) else gemm
     ids_BT = _token_rows(input_ids)
     mask_BT = _mask(attention_mask, ids_BT)
     config = BeamConfig.from_dict(checkpoint.config)

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 
 from beamq import devices
 from beamq.beam.config import BeamConfig
+from beamq.model.gemm.backend import Gemm, LinearWeight
 from beamq.model.gemm.products import CHUNK_ELEMENTS, expert_rows, part_of, swiglu
-from beamq.model.gemm.reference import Gemm, LinearWeight
 from beamq.model.observers import Observer
 
 

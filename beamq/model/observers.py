@@ -51,7 +51,7 @@ class Observer(Protocol):
         """A router's FP32 logits, its chosen experts (best first) and their FP32 weights."""
 
 
-class Quiet:
+class NullObserver:
     """An observer that looks away; a base for those that watch only some of it."""
 
     every_expert = False

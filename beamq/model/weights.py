@@ -23,7 +23,7 @@ from beamq.io.safetensors_header import TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class StoredLinear:
     """A linear `module` of [n, k], stored in `format`."""
 
     module: str
@@ -53,7 +53,9 @@ def declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
     )
 
 
-def part_of(checkpoint: Checkpoint, declared: frozenset[str], module: str, n: int, k: int) -> Part:
+def part_of(
+    checkpoint: Checkpoint, declared: frozenset[str], module: str, n: int, k: int
+) -> StoredLinear:
     """The linear `module`, its format found and its tensors' shapes checked.
 
     Raises `TensorError` for a tensor that is missing, misshapen, or not what the config says.
@@ -61,7 +63,7 @@ def part_of(checkpoint: Checkpoint, declared: frozenset[str], module: str, n: in
     weight = checkpoint.spec(f"{module}.weight")
     if weight.dtype in FLOAT_SOURCES:
         expect_shape(weight, (n, k))
-        return Part(module=module, n=n, k=k, format="dense")
+        return StoredLinear(module=module, n=n, k=k, format="dense")
     if weight.dtype == "F8_E4M3":
         found = "fp8"
         expect_shape(weight, (n, k))
@@ -84,10 +86,10 @@ def part_of(checkpoint: Checkpoint, declared: frozenset[str], module: str, n: in
             f"{weight.name}: stored as {found}, but the config says {says}; restore the config"
             " files that belong to these weights"
         )
-    return Part(module=module, n=n, k=k, format=found)
+    return StoredLinear(module=module, n=n, k=k, format=found)
 
 
-def same_format(parts: list[Part]) -> str:
+def same_format(parts: list[StoredLinear]) -> str:
     """The one format of linears that are multiplied as one. Raises `TensorError` if they differ."""
     for part in parts[1:]:
         if part.format != parts[0].format:

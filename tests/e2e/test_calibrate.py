@@ -37,7 +37,7 @@ from beamq.errors import (
 )
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock
-from beamq.model.loader import activation_bytes, layer_bytes
+from beamq.model.layer_stream import activation_bytes, layer_bytes
 from beamq.model.logits import logits
 from tests.helpers import safetensors_edit as st
 from tests.helpers.free_ports import free_port

@@ -23,7 +23,7 @@ from beamq.convert.quantize import quantize
 from beamq.errors import TensorError, UsageError
 from beamq.eval.verify.verify import verify
 from beamq.io.checkpoint import open_checkpoint
-from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
+from beamq.model.layer_stream import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import logits
 from beamq.plan.recipe import Recipe, load_recipe, parse_recipe
 from tests.helpers import safetensors_edit as st

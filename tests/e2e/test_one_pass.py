@@ -36,7 +36,7 @@ from beamq.errors import (
 from beamq.eval.verify.verify import verify
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.safetensors_header import TensorSpec
-from beamq.model.loader import activation_bytes, experts_per_slice, layer_bytes
+from beamq.model.layer_stream import activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.logits import logits
 from beamq.plan.plan import make_plan
 from tests.helpers import safetensors_edit as st

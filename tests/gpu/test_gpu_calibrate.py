@@ -18,7 +18,7 @@ from beamq.calib.collector import Collector, segment_amax
 from beamq.calib.statistics import CalibrationStats, load_stats
 from beamq.convert.quantize import quantize
 from beamq.io.checkpoint import open_checkpoint
-from beamq.model.loader import activation_bytes, layer_bytes
+from beamq.model.layer_stream import activation_bytes, layer_bytes
 from benchmarks.random_layer import SMALL as LAYER
 from tests.helpers.free_ports import free_port
 

@@ -14,9 +14,9 @@ import torch
 
 from beamq import quantize
 from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight
 from beamq.model.gemm.products import swiglu
-from beamq.model.gemm.reference import DenseWeight, Gemm, LinearWeight
-from beamq.model.gemm.select import engine, gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
 from beamq.model.logits import logits
 from benchmarks.random_layer import REAL, random_layer
@@ -36,7 +36,7 @@ class Witness:
     """A `Gemm` that multiplies by another, and keeps how far each product is from the emulation."""
 
     def __init__(self, name: str) -> None:
-        self._chosen, self._emulation = engine(name), gemm_backend("reference")
+        self._chosen, self._emulation = select_gemm(name), select_gemm("reference")
         self.errors: list[tuple[float, str]] = []
 
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_products_of_a_real_width_layer(cuda: torch.device, kind: str, mlp: str)
         with torch.inference_mode():
             return decoder_layer(h_TK, weights, REAL, layout, table, gemm=gemm).double()
 
-    emulated, h = run(gemm_backend("reference")), h_TK.double()
+    emulated, h = run(select_gemm("reference")), h_TK.double()
     # What the layer adds: the stream is an average, so h stays in it with some factor.
     added = emulated - h * ((h * emulated).sum() / h.square().sum())
     for gemm, bound in BOUNDS.items():
@@ -130,8 +130,6 @@ def test_products_of_a_real_width_layer(cuda: torch.device, kind: str, mlp: str)
         assert len(witness.errors) == 4
         worst = max(witness.errors)
         assert worst[0] < bound, worst
-        away = float(
-            ((run(gemm_backend(gemm)) - emulated).norm(dim=1) / added.norm(dim=1)).median()
-        )
+        away = float(((run(select_gemm(gemm)) - emulated).norm(dim=1) / added.norm(dim=1)).median())
         print(f"{kind} {mlp} {gemm}: worst product {worst[0]:.1e}, median token {away:.1e}")
         assert away < 6e-2

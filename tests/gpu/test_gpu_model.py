@@ -13,9 +13,9 @@ from beamq.errors import DeviceError
 from beamq.formats import fp8
 from beamq.model import attention
 from beamq.model.attention import AttentionWeights, SequenceLayout, position_table
-from beamq.model.gemm import select
-from beamq.model.gemm.reference import DenseWeight, Fp8Weight
-from beamq.model.gemm.select import _some, engine, gemm_backend
+from beamq.model.gemm import check
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight
+from beamq.model.gemm.select import expert_range, select_gemm
 from beamq.model.gemm.triton_gemm import Triton
 from beamq.model.layer import LayerWeights, SparseMlp, decoder_layer, residual_add
 from beamq.model.loader import upload
@@ -78,7 +78,7 @@ def test_fp8_experts_against_fp64(cuda: torch.device, name: str, fast: bool) -> 
         ]
     )
     weight = Fp8Weight(codes=codes.to(cuda), scale=scale.to(cuda))
-    got = engine(name + ("+fast" if fast else "")).grouped(x.to(cuda), None, weight, OFFSETS)
+    got = select_gemm(name + ("+fast" if fast else "")).grouped(x.to(cuda), None, weight, OFFSETS)
     assert relative(got, exact) < (5e-3 if fast else 2e-3)
 
 
@@ -145,13 +145,13 @@ def test_layer_equals_the_cpu(cuda: torch.device, fmt: str, kind: str, mlp: str)
     torch.manual_seed(4)
     h = torch.randn(231, SMALL.hidden_size).bfloat16()
     table = position_table(SMALL, 200, CPU)
-    wanted = decoder_layer(h, weights, config, layout, table, gemm=gemm_backend("reference"))
+    wanted = decoder_layer(h, weights, config, layout, table, gemm=select_gemm("reference"))
     kept = float((h.double() * wanted).sum() / h.double().pow(2).sum())
     change = wanted.double() - h.double() * kept
     device_table = position_table(SMALL, 200, cuda)
     for name in ("reference", "auto"):
         got = decoder_layer(
-            h.to(cuda), on_gpu(weights, cuda), config, layout, device_table, gemm=gemm_backend(name)
+            h.to(cuda), on_gpu(weights, cuda), config, layout, device_table, gemm=select_gemm(name)
         )
         error = float((got.cpu().double() - wanted.double()).norm() / change.norm())
         bound = {"bf16": 2e-2, "fp8": 6e-2, "nvfp4": 8e-2}[fmt]
@@ -165,13 +165,13 @@ def test_slices_change_no_bit(cuda: torch.device, fmt: str) -> None:
     (whole,) = weights.mlp.experts
     torch.manual_seed(5)
     x = torch.randn(100, SMALL.hidden_size).bfloat16().to(cuda)
-    gemm = gemm_backend("auto")
+    gemm = select_gemm("auto")
     parts = [
         ExpertSlice(
             first=first,
             count=last - first,
-            gate_up=_some(Triton(), whole.gate_up, first, last),
-            down=_some(Triton(), whole.down, first, last),
+            gate_up=expert_range(Triton(), whole.gate_up, first, last),
+            down=expert_range(Triton(), whole.down, first, last),
         )
         for first, last in ((0, 5), (5, 6), (6, 16))
     ]
@@ -193,7 +193,7 @@ def test_nano_logits(cuda: torch.device, beam_nano: Path) -> None:
 
 
 def test_probe_tells_choices_and_reasons(cuda: torch.device) -> None:
-    data = select.probe()
+    data = check.probe()
     device = data["devices"][0]
     assert device["name"]
     for op in device["ops"]:
@@ -203,7 +203,7 @@ def test_probe_tells_choices_and_reasons(cuda: torch.device) -> None:
             assert tried["error"] is None or tried["error"] < 5e-3
     if torch.cuda.get_device_capability(cuda) == (9, 0):
         with pytest.raises(DeviceError, match="sm_100 and sm_103; this is sm_90"):
-            engine("cutlass").linear(
+            select_gemm("cutlass").linear(
                 torch.randn(8, SMALL.q_dim).bfloat16().to(cuda),
                 random_layer(SMALL, "full", "dense", "nvfp4", cuda).attention.o,
             )

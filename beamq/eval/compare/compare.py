@@ -43,7 +43,7 @@ from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import MAX_INDEX_BYTES
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.ranks import Ranks, current_ranks
 from beamq.version import __version__
 
@@ -83,7 +83,7 @@ def compare(
 
     `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
     place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
-    `gemm` the back end (see `model.linear.gemm_backend`). A candidate whose bytes are not those in
+    `gemm` the back end (see `model.linear.select_gemm`). A candidate whose bytes are not those in
     its beamq.json is judged not safe. `on_start` is called when all is checked and before work,
     `progress` with bytes of weights done and in all, `on_result` with what is returned.
 
@@ -102,7 +102,7 @@ def compare(
                 where = choose_device(device, ranks)
                 multiply = gemm or DEFAULT_GEMM.get(where.type, "reference")
                 options = StreamOptions(
-                    dtype=_dtype(dtype, where), device=where, gemm=gemm_backend(multiply)
+                    dtype=_dtype(dtype, where), device=where, gemm=select_gemm(multiply)
                 )
                 base, *others = _open_all([source, *checkpoints], ranks, stack)
                 if input_ids is not None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from beamq.model.observers import Quiet
+from beamq.model.observers import NullObserver
 
 # Figures with their standard errors over tokens.
 #
@@ -327,7 +327,7 @@ class LayerError:
     router: RouterAgreement | None
 
 
-class RouteRecorder(Quiet):
+class RouteRecorder(NullObserver):
     """Keeps a layer's router choices, one tensor a batch, until `take`."""
 
     expert_inputs = False

@@ -43,9 +43,10 @@ from beamq.io.files import read_json_object
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.source import MAX_INDEX_BYTES
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head_logits
-from beamq.model.loader import LayerLoader, LayerStream, in_turns
+from beamq.model.layer_stream import LayerStream, in_turns
+from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed, usable_device
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
@@ -302,7 +303,7 @@ def sensitivity(
     name = dtype or DEFAULT_DTYPE.get(where.type, "float32")
     if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}")
-    options = StreamOptions(dtype=getattr(torch, name), device=where, gemm=gemm_backend(gemm))
+    options = StreamOptions(dtype=getattr(torch, name), device=where, gemm=select_gemm(gemm))
     with ExitStack() as stack:
         base, other = (stack.enter_context(open_checkpoint(p)) for p in (source, checkpoint))
         fmt, units = stored_units(other)

@@ -50,16 +50,12 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.model.attention import SequenceLayout
 from beamq.model.expert_parallel import exchange_for
 from beamq.model.forward import Batch, LayerPass
+from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight
 from beamq.model.gemm.products import product, swiglu
-from beamq.model.gemm.reference import (
-    DenseWeight,
-    Gemm,
-    LinearWeight,
-    ReferenceGemm,
-    quantize_input,
-)
+from beamq.model.gemm.reference import ReferenceGemm, quantize_input
 from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp, head_logits
-from beamq.model.loader import LayerLoader, LayerStream, in_turns
+from beamq.model.layer_stream import LayerStream, in_turns
+from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.model.moe import ExpertSlice
 from beamq.model.observers import Observer

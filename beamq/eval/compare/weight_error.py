@@ -26,7 +26,8 @@ import torch
 from beamq.beam.config import BeamConfig
 from beamq.eval.compare.metrics import sqnr_db
 from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
-from beamq.model.gemm.reference import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight, decode
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.reference import decode
 from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
 
 CHUNK_ELEMENTS = 1 << 22

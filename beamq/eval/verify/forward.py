@@ -36,7 +36,7 @@ from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
 from beamq.eval.verify.checks import CHECKS, Ledger
 from beamq.io.checkpoint import Checkpoint
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.ranks import Ranks, current_ranks
 
 SAMPLES, SEQUENCE_LENGTH = 8, 256
@@ -92,7 +92,7 @@ def _prepared(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamO
     options = StreamOptions(
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         device=device,
-        gemm=gemm_backend("reference"),
+        gemm=select_gemm("reference"),
     )
     return data.input_ids, options
 

@@ -23,36 +23,8 @@ from beamq import devices
 from beamq.errors import TensorError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.nvfp4 import QuantizedTensor, padded_rows, round_up, swizzle
+from beamq.model.gemm.backend import Fp8Rows, Gated, Nvfp4Weight, Tokens, static_scale
 from beamq.model.gemm.products import swiglu as plain_swiglu
-from beamq.model.gemm.reference import Nvfp4Weight, static_scale
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Rows:
-    """Tokens in E4M3: value = codes [T, K] * scale FP32 [T, 1]."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    def take(self, rows: torch.Tensor) -> Fp8Rows:
-        """Some of the rows, in another order. Moved eight codes at a time where K allows."""
-        wide = self.codes.shape[1] % 8 == 0
-        codes = self.codes.view(torch.int64 if wide else torch.uint8).index_select(0, rows)
-        return Fp8Rows(codes=codes.view(self.codes.dtype), scale=self.scale.index_select(0, rows))
-
-    def part(self, low: int, high: int) -> Fp8Rows:
-        """Rows low .. high - 1."""
-        return Fp8Rows(codes=self.codes[low:high], scale=self.scale[low:high])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gated:
-    """[gate | up] rows that are to pass SwiGLU on the way into an operand."""
-
-    gate_up_SN: torch.Tensor
-
-
-Tokens = torch.Tensor | Fp8Rows | Gated
 
 
 def take(tokens: Tokens, rows: torch.Tensor | None) -> Tokens:
@@ -167,11 +139,6 @@ def fp4_weight(weight: Nvfp4Weight) -> Fp4Operand:
 def fp4_part(weight: Nvfp4Weight, first: int, last: int) -> Nvfp4Weight:
     """Experts first .. last - 1 as views, for which `fp4_weight` then returns views as well."""
     whole = fp4_weight(weight)
-    part = Nvfp4Weight(
-        codes=weight.codes[first:last],
-        block_scale=weight.block_scale[first:last],
-        global_scale=weight.global_scale[first:last],
-        input_scale=weight.input_scale,
-    )
+    part = weight.expert(slice(first, last))
     _swizzled[part.codes] = (whole.block_scale[first:last], whole.global_scale[first:last])
     return part

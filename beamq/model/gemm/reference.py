@@ -18,7 +18,7 @@ on CUDA to BF16 with an FP32 result.
 Expert weights carry a leading axis: codes [E, N, K] and so on; all experts of a layer share one
 `input_scale`, as the serving engines reduce them to their maximum.
 
-`Gemm` is what other back ends implement; `gemm_backend` names them. Weights are decoded at
+`Gemm` is what other back ends implement; `select_gemm` names them. Weights are decoded at
 every call and never cached: memory stays that of the stored format.
 """
 
@@ -26,95 +26,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from beamq.errors import TensorError
 from beamq.formats import fp8
 from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, E4M3_MIN, NVFP4_BLOCK, e2m1_values, to_e4m3
+from beamq.model.gemm.backend import (
+    DenseWeight,
+    Fp8Weight,
+    LinearWeight,
+    Nvfp4Weight,
+    static_scale,
+)
 from beamq.model.gemm.products import product, swiglu, widens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseWeight:
-    """`w_NK` [N, K] (or [E, N, K]) in the activation dtype."""
-
-    w_NK: torch.Tensor
-
-    def expert(self, index: int) -> DenseWeight:
-        """One expert's weight, as a view."""
-        return DenseWeight(w_NK=self.w_NK[index])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fp8Weight:
-    """`codes` F8_E4M3 [N, K] and `scale` F32 [N, 1]; value = code * scale. Or with leading E."""
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-
-    def expert(self, index: int) -> Fp8Weight:
-        """One expert's weight, as a view."""
-        return Fp8Weight(codes=self.codes[index], scale=self.scale[index])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nvfp4Weight:
-    """`codes` U8 [N, K/2] (low nibble = even k), `block_scale` F8_E4M3 [N, K/16], or with
-    leading E; `global_scale` F32 [N, 1]: `weight_scale_2` of the part each row came from.
-
-    `input_scale` F32 [] is the activations' global scale, the largest of all parts and experts;
-    None where the checkpoint has none, which only a weights-only back end can run.
-    """
-
-    codes: torch.Tensor
-    block_scale: torch.Tensor
-    global_scale: torch.Tensor
-    input_scale: torch.Tensor | None
-
-    def expert(self, index: int) -> Nvfp4Weight:
-        """One expert's weight, as a view."""
-        return Nvfp4Weight(
-            codes=self.codes[index],
-            block_scale=self.block_scale[index],
-            global_scale=self.global_scale[index],
-            input_scale=self.input_scale,
-        )
-
-
-LinearWeight = DenseWeight | Fp8Weight | Nvfp4Weight
-
-
-class Gemm(Protocol):
-    """A way to multiply activations by weights of every format."""
-
-    def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """y [T, N] in x's dtype."""
-
-    def grouped(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        """Expert e multiplies rows offsets[e]:offsets[e+1] of `x_TK[rows]` (None: of `x_TK`).
-
-        y [S, N] in x's dtype, S = offsets[-1]. `rows` is apart so that a back end may quantize a
-        token once rather than once for each expert that reads it.
-        """
-
-    def experts(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        """`grouped`, SwiGLU, `grouped`, for a back end that can do with less memory between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +88,7 @@ class ReferenceGemm:
             x_SK = x_TK if rows is None else x_TK.index_select(0, rows)
             ends = torch.tensor(offsets[1:], dtype=torch.int32).to(x_TK.device)
             return F.grouped_mm(x_SK, weight.w_NK.transpose(1, 2), offs=ends)
-        y_SN = x_TK.new_empty(offsets[-1], _stored(weight).shape[1])
+        y_SN = x_TK.new_empty(offsets[-1], weight.stored.shape[1])
         emulated = None
         if not isinstance(weight, DenseWeight) and self.quantize_activations:
             emulated = quantize_input(x_TK, weight)
@@ -201,16 +126,6 @@ def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> Quant
     input_scale = static_scale(weight.input_scale)
     operand_TK = nvfp4_operand(x_TK, input_scale).to(dtype)
     return QuantizedInput(operand_TK=operand_TK, scale=input_scale)
-
-
-def static_scale(input_scale: torch.Tensor | None) -> torch.Tensor:
-    """The scale, if there is one. Raises `TensorError`."""
-    if input_scale is None:
-        raise TensorError(
-            "NVFP4 weights have no input_scale, so 4-bit activations have none either;"
-            " calibrate the checkpoint, or use gemm='weights-only'"
-        )
-    return input_scale
 
 
 def nvfp4_operand(x_TK: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -271,10 +186,6 @@ def _multiply(
 
 def _operand_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _stored(weight: LinearWeight) -> torch.Tensor:
-    return weight.w_NK if isinstance(weight, DenseWeight) else weight.codes
 
 
 def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:

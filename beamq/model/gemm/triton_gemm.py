@@ -16,10 +16,17 @@ import torch
 
 from beamq import devices
 from beamq.formats.nvfp4 import QuantizedTensor
-from beamq.model.gemm.device import DeviceFacts, needs
-from beamq.model.gemm.operands import Fp8Rows, Tokens, decoded_fp4_tokens, fp8_rows, take
+from beamq.model.gemm.backend import (
+    DeviceFacts,
+    Fp8Rows,
+    Fp8Weight,
+    LinearWeight,
+    Nvfp4Weight,
+    Tokens,
+    static_scale,
+)
+from beamq.model.gemm.operands import decoded_fp4_tokens, fp8_rows, take
 from beamq.model.gemm.products import swiglu as plain_swiglu
-from beamq.model.gemm.reference import Fp8Weight, LinearWeight, Nvfp4Weight, static_scale
 
 DECODE_BYTES = 1 << 30
 """Weights that the NVFP4 emulation decodes at a time."""
@@ -31,43 +38,65 @@ class Triton:
     name: ClassVar[str] = "triton"
     ops: ClassVar[tuple[str, ...]] = ("bf16-grouped", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
 
+    swizzles: ClassVar[bool] = False
+
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
-        """See the module."""
+        """See `GemmBackend.refusal`."""
         if facts.kind == "cuda" and facts.triton is None:
             return "Triton is not installed"
-        return needs(facts, devices.LEAST_CAPABILITY)
-
-    def fuses(self, weight: LinearWeight, *, fast: bool) -> bool:
-        """Fused, FP8's slow sums cost nothing more; its fast ones are faster apart."""
-        return not (isinstance(weight, Fp8Weight) and fast)
+        return facts.below(devices.LEAST_CAPABILITY)
 
     def tokens(self, x_TK: torch.Tensor, weight: LinearWeight) -> Tokens:
-        """Quantized; for NVFP4 decoded again, without `input_scale`."""
+        """FP8: quantized. NVFP4: quantized and decoded again, without `input_scale`."""
         if isinstance(weight, Fp8Weight):
             return fp8_rows(x_TK)
         if isinstance(weight, Nvfp4Weight):
             return decoded_fp4_tokens(x_TK, weight.input_scale)
         return x_TK
 
-    def gated(self, gate_up_SN: torch.Tensor, weight: LinearWeight) -> Tokens:
-        """Rows for the second product, from [gate | up]."""
-        if isinstance(weight, Fp8Weight):
+    def gated(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weights: tuple[LinearWeight, LinearWeight],
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+    ) -> Tokens:
+        """See `GemmBackend.gated`.
+
+        SwiGLU is fused into the product, which costs nothing except in front of FP8's fast sums.
+        """
+        gate_up, down = weights
+        if not (isinstance(gate_up, Fp8Weight) and fast):
+            active_SI = self._multiply(tokens, rows, gate_up, offsets, fast=fast, swiglu=True)
+            return self.tokens(active_SI, down)
+        gate_up_SN = self.grouped(tokens, rows, gate_up, offsets, fast=fast)
+        if isinstance(down, Fp8Weight):
             return fp8_rows(gate_up_SN, swiglu=True)
-        return self.tokens(plain_swiglu(gate_up_SN), weight)
+        return self.tokens(plain_swiglu(gate_up_SN), down)
 
     def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
         """One linear as one group."""
         if not isinstance(weight, Nvfp4Weight):
             raise TypeError("only NVFP4 linears are served")
-        one = Nvfp4Weight(
-            codes=weight.codes.unsqueeze(0),
-            block_scale=weight.block_scale.unsqueeze(0),
-            global_scale=weight.global_scale.unsqueeze(0),
-            input_scale=weight.input_scale,
-        )
-        return self.grouped(self.tokens(x_TK, one), None, one, [0, x_TK.shape[0]], fast=fast)
+        tokens, offsets = self.tokens(x_TK, weight), [0, x_TK.shape[0]]
+        return self.grouped(tokens, None, weight.expert(None), offsets, fast=fast)
 
     def grouped(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `GemmBackend.grouped`."""
+        return self._multiply(tokens, rows, weight, offsets, fast=fast, out=out)
+
+    def _multiply(
         self,
         tokens: Tokens,
         rows: torch.Tensor | None,
@@ -78,8 +107,8 @@ class Triton:
         swiglu: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Products of `tokens[rows]`; with `swiglu`, of [gate | up] weights."""
-        from beamq.model.gemm.triton_grouped import grouped_gemm
+        """Products of `tokens[rows]`; with `swiglu`, SwiGLU of products with [gate | up]."""
+        from beamq.model.gemm.triton_grouped import grouped_gemm  # Triton may be missing
 
         x = take(tokens, rows)
         if isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
@@ -108,9 +137,11 @@ class Triton:
         swiglu: bool,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Weights are decoded a few experts at a time, those with rows only; both global scales
-        come after the sum."""
-        from beamq.formats.kernels import gpu
+        """Decode a few experts at a time, only those with rows, and multiply in BF16.
+
+        Both global scales are applied after the sum.
+        """
+        from beamq.formats.kernels import gpu  # Triton may be missing
         from beamq.model.gemm.triton_grouped import grouped_gemm
 
         _, n, half = weight.codes.shape
@@ -119,7 +150,7 @@ class Triton:
         one = torch.ones((), device=operand_SK.device)
         input_scale = static_scale(weight.input_scale)
         busy = [e for e in range(len(offsets) - 1) if offsets[e + 1] > offsets[e]]
-        step = max(1, DECODE_BYTES // (n * half * 4))
+        step = max(1, DECODE_BYTES // (n * half * 4))  # two BF16 values for each byte of codes
         for start in range(0, len(busy), step):
             some = busy[start : start + step]
             low, high = offsets[some[0]], offsets[some[-1] + 1]

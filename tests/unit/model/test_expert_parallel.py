@@ -10,14 +10,14 @@ import numpy as np
 from beamq.beam.config import BeamConfig
 from beamq.calib.collector import LayerRecord, combine
 from beamq.calib.statistics import InputStats
-from beamq.model.expert_parallel import RankChain, SingleProcess
+from beamq.model.expert_parallel import PipelinedReduce, SingleProcess
 from beamq.ranks import Ranks
 
 QKV, DOWN = "layers.0.self_attn.qkv_gate", "layers.0.experts.down"
 
 
-def chain(rank: int, config: BeamConfig, *, divided: bool = True) -> RankChain:
-    return RankChain(Ranks(rank=rank, world=3), config, divided=divided)
+def chain(rank: int, config: BeamConfig, *, divided: bool = True) -> PipelinedReduce:
+    return PipelinedReduce(Ranks(rank=rank, world=3), config, divided=divided)
 
 
 def test_each_batch_and_expert_has_one_home(beam_nano: Path) -> None:

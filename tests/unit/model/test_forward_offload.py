@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from beamq.model.forward import Shelf
+from beamq.model.forward import OffloadBuffer
 
 CPU = torch.device("cpu")
 
 
-def spilled(shelf: Shelf, key: int, tensor: torch.Tensor) -> bool:
+def spilled(shelf: OffloadBuffer, key: int, tensor: torch.Tensor) -> bool:
     """Spilled tensors are copies: what was put in stays the caller's."""
     shelf.put(key, tensor)
     return shelf.peek(key) is not tensor
 
 
 def test_what_is_beyond_the_budget_is_copied_to_the_host() -> None:
-    shelf = Shelf(CPU, budget=80)
+    shelf = OffloadBuffer(CPU, budget=80)
     first, second, third = (torch.full((10,), float(n)) for n in range(3))
     assert not spilled(shelf, 0, first)
     assert not spilled(shelf, 1, second)
@@ -29,7 +29,7 @@ def test_what_is_beyond_the_budget_is_copied_to_the_host() -> None:
 
 
 def test_what_is_dropped_leaves_room() -> None:
-    shelf = Shelf(CPU, budget=40)
+    shelf = OffloadBuffer(CPU, budget=40)
     one = torch.zeros(10)
     assert not spilled(shelf, 0, one)
     assert spilled(shelf, 1, one)

@@ -17,7 +17,8 @@ from beamq.errors import CheckpointError, TensorError
 from beamq.formats import fp8, nvfp4
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.safetensors_header import TensorSpec
-from beamq.model.gemm.reference import DenseWeight, Fp8Weight, Nvfp4Weight, decode
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Nvfp4Weight
+from beamq.model.gemm.reference import decode
 from beamq.model.layer import DenseMlp, SparseMlp
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import logits

@@ -11,12 +11,12 @@ from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamq.beam.config import BeamConfig
 from beamq.model import moe as moe_module
-from beamq.model.gemm.reference import DenseWeight
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.backend import DenseWeight
+from beamq.model.gemm.select import select_gemm
 from beamq.model.moe import ExpertSlice, RouterWeights, dispatch, moe, route, swiglu
-from beamq.model.observers import Observers, Quiet
+from beamq.model.observers import NullObserver, Observers
 
-REFERENCE = gemm_backend("reference")
+REFERENCE = select_gemm("reference")
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_dispatch_sorts_by_expert_then_token(config: BeamConfig) -> None:
         assert plan.row_Tk[t].diff().gt(0).all()
 
 
-class Recorder(Quiet):
+class Recorder(NullObserver):
     """Keeps what it is shown."""
 
     def __init__(self, every_expert: bool = False) -> None:

@@ -15,9 +15,10 @@ from beamq.eval.compare.side_by_side import StreamOptions, expect_same_files, ru
 from beamq.eval.compare.weight_error import changed_tensors, weight_errors
 from beamq.formats import nvfp4
 from beamq.io.checkpoint import open_checkpoint
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import LayerWeights
-from beamq.model.loader import LayerLoader, LayerStream, in_turns
+from beamq.model.layer_stream import LayerStream, in_turns
+from beamq.model.loader import LayerLoader
 from beamq.ranks import Ranks
 from tests.helpers.model_fixtures import (
     DENSE,
@@ -30,7 +31,7 @@ from tests.helpers.model_fixtures import (
 )
 
 OPTIONS = StreamOptions(
-    dtype=torch.float32, device=torch.device("cpu"), gemm=gemm_backend("reference")
+    dtype=torch.float32, device=torch.device("cpu"), gemm=select_gemm("reference")
 )
 
 

@@ -15,7 +15,7 @@ from beamq.eval.compare.metrics import Estimate
 from beamq.eval.compare.records import Candidate
 from beamq.eval.compare.side_by_side import ActivationsOnlyGemm, ServedWeight
 from beamq.formats import nvfp4
-from beamq.model.gemm.reference import DenseWeight, Nvfp4Weight
+from beamq.model.gemm.backend import DenseWeight, Nvfp4Weight
 
 TEXT: dict[str, Any] = {"samples": 4, "sequence_length": 128}
 

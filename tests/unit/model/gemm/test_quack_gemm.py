@@ -11,27 +11,27 @@ import torch
 
 from beamq.model.gemm import check
 from beamq.model.gemm import select as gemm
-from beamq.model.gemm.device import Verdict
+from beamq.model.gemm.backend import BackendCheck, Nvfp4Weight
+from beamq.model.gemm.library_gemm import Quack, tiles
 from beamq.model.gemm.operands import fp4_tokens, fp4_weight
-from beamq.model.gemm.quack_gemm import Quack, tiles
-from beamq.model.gemm.reference import Nvfp4Weight, ReferenceGemm, nvfp4_operand, weight_operand
-from beamq.model.gemm.select import EngineGemm
+from beamq.model.gemm.reference import ReferenceGemm, nvfp4_operand, weight_operand
+from beamq.model.gemm.select import SelectedGemm
 from tests.helpers.gemm_double import QuackCalls
 
 CPU = torch.device("cpu")
 
 
-def on_double() -> tuple[EngineGemm, QuackCalls]:
+def on_double() -> tuple[SelectedGemm, QuackCalls]:
     calls = QuackCalls()
     choices = {(op, CPU): "quack" for op in Quack.ops}
-    return EngineGemm(name="quack", kernels={"quack": Quack(calls)}, choices=choices), calls
+    return SelectedGemm(name="quack", backends={"quack": Quack(calls)}, choices=choices), calls
 
 
 def experts(counts: list[int], n: int, k: int) -> tuple[torch.Tensor, Nvfp4Weight, list[int]]:
     """Tokens and experts that differ in their global scales; expert e has counts[e] rows."""
     torch.manual_seed(len(counts) + n + k)
     rows = sum(counts)
-    x, weight, _ = check._problem(
+    x, weight, _ = check.random_problem(
         "nvfp4-grouped", CPU, experts=len(counts), rows=max(rows, 5), n=n, k=k
     )
     assert isinstance(weight, Nvfp4Weight)
@@ -62,7 +62,7 @@ def same_operands(
 @pytest.mark.parametrize(("rows", "k"), [(1, 32), (128, 64), (130, 96), (300, 320)])
 def test_tiles_are_the_swizzled_bytes_seen_otherwise(rows: int, k: int) -> None:
     """Against the place that the hardware's layout gives each scale, one by one."""
-    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=rows, n=rows, k=k)
+    x, weight, _ = check.random_problem("nvfp4-dense", CPU, experts=1, rows=rows, n=rows, k=k)
     assert isinstance(weight, Nvfp4Weight)
     for operand in (fp4_weight(weight), fp4_tokens(x, weight.input_scale)):
         seen = tiles(operand)
@@ -83,10 +83,10 @@ def test_tiles_are_the_swizzled_bytes_seen_otherwise(rows: int, k: int) -> None:
     ("rows", "n", "k"), [(1, 16, 32), (5, 48, 64), (129, 64, 96), (300, 16, 320)]
 )
 def test_dense_gives_the_call_what_the_emulation_multiplies(rows: int, n: int, k: int) -> None:
-    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=rows, n=n, k=k)
+    x, weight, _ = check.random_problem("nvfp4-dense", CPU, experts=1, rows=rows, n=n, k=k)
     assert isinstance(weight, Nvfp4Weight)
-    engine, calls = on_double()
-    close(engine.linear(x, weight), ReferenceGemm().linear(x, weight))
+    selected, calls = on_double()
+    close(selected.linear(x, weight), ReferenceGemm().linear(x, weight))
     (call,) = calls.operands
     same_operands(call, x, weight)
 
@@ -98,9 +98,9 @@ COUNTS = [[0, 150], [1, 0, 0, 7], [128, 129, 0, 3, 127], [0, 0, 1]]
 @pytest.mark.parametrize("gathered", [True, False])
 def test_experts_with_rows_are_multiplied_one_by_one(counts: list[int], gathered: bool) -> None:
     x, weight, offsets = experts(counts, n=64, k=96)
-    engine, calls = on_double()
+    selected, calls = on_double()
     rows = torch.randint(0, len(x), (len(x),)) if gathered else None
-    got = engine.grouped(x, rows, weight, offsets)
+    got = selected.grouped(x, rows, weight, offsets)
     close(got, ReferenceGemm().grouped(x, rows, weight, offsets))
     busy = [e for e, count in enumerate(counts) if count]
     taken = x if rows is None else x[rows]
@@ -111,16 +111,16 @@ def test_experts_with_rows_are_multiplied_one_by_one(counts: list[int], gathered
 def test_expert_mlps_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate_up, offsets = experts([40, 1, 0, 129, 30, 0], n=128, k=96)
     _, down, _ = experts([40, 1, 0, 129, 30, 0], n=96, k=64)
-    engine, calls = on_double()
+    selected, calls = on_double()
     rows = torch.randperm(len(x))
     wanted = ReferenceGemm().experts(x, rows, gate_up, down, offsets)
-    whole = engine.experts(x, rows, gate_up, down, offsets)
+    whole = selected.experts(x, rows, gate_up, down, offsets)
     close(whole, wanted)
     assert len(calls.operands) == 8
     first = calls.operands.copy()
     calls.operands.clear()
     monkeypatch.setattr(gemm, "CHUNK_BYTES", 50 * 96 * 2)
-    assert torch.equal(engine.experts(x, rows, gate_up, down, offsets), whole)
+    assert torch.equal(selected.experts(x, rows, gate_up, down, offsets), whole)
     # Ranges of experts: 0 and 1, 3, 4.
     order = [0, 1, 4, 5, 2, 6, 3, 7]
     for position, call in zip(order, calls.operands, strict=True):
@@ -134,8 +134,8 @@ def test_expert_mlps_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_check_passes_on_the_double_and_fails_on_wrong_calls() -> None:
-    def verdict(op: str, calls: Any) -> Verdict:
-        return check.check_one(op, "quack", CPU, kernels={"quack": Quack(calls)})
+    def verdict(op: str, calls: Any) -> BackendCheck:
+        return check.check_backend(op, Quack(calls), CPU)
 
     class Swapped(QuackCalls):
         """Takes block scales row by row where they are in tiles."""

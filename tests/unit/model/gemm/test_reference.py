@@ -10,16 +10,9 @@ from hypothesis import strategies as st
 from beamq.errors import TensorError, UsageError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, e2m1_values, unpack_nibbles
-from beamq.model.gemm.reference import (
-    DenseWeight,
-    Fp8Weight,
-    LinearWeight,
-    Nvfp4Weight,
-    decode,
-    nvfp4_operand,
-    weight_operand,
-)
-from beamq.model.gemm.select import gemm_backend
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.reference import decode, nvfp4_operand, weight_operand
+from beamq.model.gemm.select import select_gemm
 
 
 def fp8_weight(w_NK: torch.Tensor) -> Fp8Weight:
@@ -107,7 +100,7 @@ def test_product_equals_exact_arithmetic(fmt: str, dtype: torch.dtype) -> None:
         operand, scale = weight_operand(weight, torch.float32)
         w_exact = operand.double() * scale.double()
     exact = x_exact @ w_exact.t()
-    got = gemm_backend("reference").linear(x, weight)
+    got = select_gemm("reference").linear(x, weight)
     assert got.dtype == dtype
     bound = 1e-6 if dtype == torch.float32 else 2.0**-8
     error = ((got.double() - exact).abs() / exact.abs().clamp(min=exact.abs().max() * 1e-2)).max()
@@ -119,7 +112,7 @@ def test_relative_error_of_the_formats_is_what_theory_says() -> None:
     x, w = torch.randn(256, 512), torch.randn(256, 512)
     exact = x @ w.t()
     for fmt, low, high in (("fp8", 0.03, 0.045), ("nvfp4", 0.12, 0.145)):
-        error = (gemm_backend("reference").linear(x, MAKERS[fmt](w)) - exact).norm() / exact.norm()
+        error = (select_gemm("reference").linear(x, MAKERS[fmt](w)) - exact).norm() / exact.norm()
         assert low < error < high, f"{fmt}: {error:.4f}"
 
 
@@ -132,7 +125,7 @@ def test_grouped_equals_expert_by_expert(fmt: str, dtype: torch.dtype, gathered:
     offsets = [0, 0, 3, 10, 10, 16]  # two experts without rows
     x = torch.randn(7 if gathered else 16, 32).to(dtype)
     rows = torch.randint(0, 7, (16,)) if gathered else None
-    gemm = gemm_backend("reference")
+    gemm = select_gemm("reference")
     got = gemm.grouped(x, rows, stack(experts), offsets)
     x_SK = x if rows is None else x[rows]
     for e, weight in enumerate(experts):
@@ -147,7 +140,7 @@ def test_odd_widths_are_served() -> None:
     torch.manual_seed(5)
     w = torch.randn(3, 5, 6).bfloat16()
     x = torch.randn(4, 6).bfloat16()
-    got = gemm_backend("reference").grouped(x, None, DenseWeight(w_NK=w), [0, 1, 1, 4])
+    got = select_gemm("reference").grouped(x, None, DenseWeight(w_NK=w), [0, 1, 1, 4])
     assert torch.equal(got[1:], x[1:] @ w[2].t())
 
 
@@ -155,12 +148,12 @@ def test_weights_only_leaves_activations_alone() -> None:
     torch.manual_seed(6)
     x = torch.randn(4, 32)
     for weight in (fp8_weight(torch.randn(8, 32)), nvfp4_weight(torch.randn(8, 32), None)):
-        got = gemm_backend("weights-only").linear(x, weight)
+        got = select_gemm("weights-only").linear(x, weight)
         assert torch.equal(got, x @ decode(weight, torch.float32).t())
 
 
 def test_refusals() -> None:
     with pytest.raises(TensorError, match="no input_scale"):
-        gemm_backend("reference").linear(torch.randn(4, 32), nvfp4_weight(torch.randn(8, 32), None))
+        select_gemm("reference").linear(torch.randn(4, 32), nvfp4_weight(torch.randn(8, 32), None))
     with pytest.raises(UsageError, match="'fast' is unknown, expected one of: auto, cublaslt"):
-        gemm_backend("fast")
+        select_gemm("fast")

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from beamq.errors import DeviceError, TensorError
 from beamq.formats.nvfp4 import padded_rows, round_up, swizzle, unswizzle
 from beamq.model.gemm import check, select
-from beamq.model.gemm.device import OPS, DeviceFacts, Verdict
+from beamq.model.gemm.backend import OPS, BackendCheck, DeviceFacts, Nvfp4Weight
+from beamq.model.gemm.check import ORDER
+from beamq.model.gemm.library_gemm import CublasLt, Cutlass
 from beamq.model.gemm.operands import fp4_tokens
-from beamq.model.gemm.reference import Nvfp4Weight, ReferenceGemm
-from beamq.model.gemm.select import ORDER, EngineGemm, gemm_backend
-from beamq.model.gemm.torch_gemm import CublasLt, Cutlass
+from beamq.model.gemm.reference import ReferenceGemm
+from beamq.model.gemm.select import SelectedGemm, select_gemm
 from beamq.model.gemm.triton_gemm import Triton
 from tests.helpers.gemm_double import Fp4Calls
 
@@ -52,7 +53,7 @@ def test_groups_are_padded_on_their_own() -> None:
 
 def problem(op: str, seed: int = 0, rows: int = 150) -> tuple[Any, Any, list[int]]:
     torch.manual_seed(seed)
-    return check._problem(op, CPU, experts=4, rows=rows, n=64, k=96)
+    return check.random_problem(op, CPU, experts=4, rows=rows, n=64, k=96)
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -60,46 +61,46 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert error < check.TOLERANCE, f"relative error {error:.1e}"
 
 
-def on_double(name: str, ops: tuple[str, ...]) -> tuple[EngineGemm, Fp4Calls]:
+def on_double(name: str, ops: tuple[str, ...]) -> tuple[SelectedGemm, Fp4Calls]:
     calls = Fp4Calls()
     kernels = {"cutlass": Cutlass(calls), "cublaslt": CublasLt(calls)}
-    return EngineGemm(name=name, kernels=kernels, choices={(op, CPU): name for op in ops}), calls
+    return SelectedGemm(name=name, backends=kernels, choices={(op, CPU): name for op in ops}), calls
 
 
 @pytest.mark.parametrize("name", ["cutlass", "cublaslt"])
 def test_fp4_dense_passes_what_the_call_takes(name: str) -> None:
     x, weight, _ = problem("nvfp4-dense")
-    engine, calls = on_double(name, ("nvfp4-dense",))
-    close(engine.linear(x, weight), ReferenceGemm().linear(x, weight))
+    gemm, calls = on_double(name, ("nvfp4-dense",))
+    close(gemm.linear(x, weight), ReferenceGemm().linear(x, weight))
     assert calls.calls == ["scaled_grouped_mm" if name == "cutlass" else "scaled_mm"]
 
 
 @pytest.mark.parametrize("gathered", [True, False])
 def test_fp4_experts_pass_what_the_call_takes(gathered: bool) -> None:
     x, weight, offsets = problem("nvfp4-grouped")
-    engine, calls = on_double("cutlass", ("nvfp4-grouped",))
+    gemm, calls = on_double("cutlass", ("nvfp4-grouped",))
     rows = torch.randint(0, 150, (150,)) if gathered else None
     wanted = ReferenceGemm().grouped(x, rows, weight, offsets)
-    close(engine.grouped(x, rows, weight, offsets), wanted)
+    close(gemm.grouped(x, rows, weight, offsets), wanted)
     assert calls.calls == ["scaled_grouped_mm"]
 
 
 def test_fp4_expert_mlp_quantizes_swiglu_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, gate_up, offsets = problem("nvfp4-grouped")
-    _, down, _ = check._problem("nvfp4-grouped", CPU, experts=4, rows=150, n=96, k=32)
-    engine, calls = on_double("cutlass", ("nvfp4-grouped",))
+    _, down, _ = check.random_problem("nvfp4-grouped", CPU, experts=4, rows=150, n=96, k=32)
+    gemm, calls = on_double("cutlass", ("nvfp4-grouped",))
     rows = torch.randperm(150)
     wanted = ReferenceGemm().experts(x, rows, gate_up, down, offsets)
-    close(engine.experts(x, rows, gate_up, down, offsets), wanted)
+    close(gemm.experts(x, rows, gate_up, down, offsets), wanted)
     assert len(calls.calls) == 2
     monkeypatch.setattr(select, "CHUNK_BYTES", 60 * 96 * 2)
-    close(engine.experts(x, rows, gate_up, down, offsets), wanted)
+    close(gemm.experts(x, rows, gate_up, down, offsets), wanted)
     assert len(calls.calls) > 4
 
 
 def test_fp4_needs_input_scale_and_shared_global_scales() -> None:
     x, weight, _ = problem("nvfp4-dense")
-    engine, _ = on_double("cutlass", ("nvfp4-dense",))
+    gemm, _ = on_double("cutlass", ("nvfp4-dense",))
     bare = Nvfp4Weight(
         codes=weight.codes.clone(),
         block_scale=weight.block_scale,
@@ -107,7 +108,7 @@ def test_fp4_needs_input_scale_and_shared_global_scales() -> None:
         input_scale=None,
     )
     with pytest.raises(TensorError, match="no input_scale"):
-        engine.linear(x, bare)
+        gemm.linear(x, bare)
     mixed = weight.global_scale.clone()
     mixed[3] *= 2
     two = Nvfp4Weight(
@@ -117,7 +118,7 @@ def test_fp4_needs_input_scale_and_shared_global_scales() -> None:
         input_scale=weight.input_scale,
     )
     with pytest.raises(TensorError, match="differ in weight_scale_2"):
-        engine.linear(x, two)
+        gemm.linear(x, two)
 
 
 def test_swizzled_copies_die_with_the_weight() -> None:
@@ -125,8 +126,8 @@ def test_swizzled_copies_die_with_the_weight() -> None:
 
     x, weight, _ = problem("nvfp4-dense", seed=5)
     before = len(operands._swizzled)
-    engine, _ = on_double("cutlass", ("nvfp4-dense",))
-    engine.linear(x, weight)
+    gemm, _ = on_double("cutlass", ("nvfp4-dense",))
+    gemm.linear(x, weight)
     assert len(operands._swizzled) == before + 1
     del weight
     assert len(operands._swizzled) == before
@@ -140,10 +141,10 @@ def test_padding_of_operands_is_zero() -> None:
 
 
 def test_what_kernels_cannot_take_goes_to_the_reference() -> None:
-    engine, calls = on_double("cutlass", ("nvfp4-dense", "nvfp4-grouped"))
+    gemm, calls = on_double("cutlass", ("nvfp4-dense", "nvfp4-grouped"))
     x, weight, _ = problem("nvfp4-dense")
-    assert torch.equal(engine.linear(x.float(), weight), ReferenceGemm().linear(x.float(), weight))
-    assert engine.linear(x[:0], weight).shape == (0, 64)
+    assert torch.equal(gemm.linear(x.float(), weight), ReferenceGemm().linear(x.float(), weight))
+    assert gemm.linear(x[:0], weight).shape == (0, 64)
     assert calls.calls == []
 
 
@@ -188,7 +189,7 @@ def test_refusals_name_the_reason(
 def test_probe_of_a_machine_without_gpu_is_plain_data() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    data = json.loads(json.dumps(select.probe()))
+    data = json.loads(json.dumps(check.probe()))
     (device,) = data["devices"]
     assert [op["op"] for op in device["ops"]] == list(OPS)
     for op in device["ops"]:
@@ -200,9 +201,9 @@ def test_probe_of_a_machine_without_gpu_is_plain_data() -> None:
 def test_names_on_a_cpu() -> None:
     x, weight, offsets = problem("fp8-grouped")
     wanted = ReferenceGemm().grouped(x, None, weight, offsets)
-    assert torch.equal(gemm_backend("auto").grouped(x, None, weight, offsets), wanted)
+    assert torch.equal(select_gemm("auto").grouped(x, None, weight, offsets), wanted)
     with pytest.raises(DeviceError, match=r"'cutlass' cannot do fp8-grouped on cpu: needs an NVID"):
-        gemm_backend("cutlass+fast").grouped(x, None, weight, offsets)
+        select_gemm("cutlass+fast").grouped(x, None, weight, offsets)
 
 
 @pytest.fixture
@@ -223,19 +224,19 @@ def test_verdicts_are_checked_once_and_remembered(
         if len(asked) == 1:
             op, name = pairs[0]
             return [
-                line(Verdict(op=op, backend=name, usable=True, error=1e-3))
+                line(BackendCheck(op=op, backend=name, usable=True, error=1e-3))
             ], "exit code -6: trap"
         bad = pairs[0]
-        rest = [Verdict(op=op, backend=name, usable=True) for op, name in pairs[1:]]
-        wrong = Verdict(op=bad[0], backend=bad[1], usable=False, reason="differs", error=0.5)
+        rest = [BackendCheck(op=op, backend=name, usable=True) for op, name in pairs[1:]]
+        wrong = BackendCheck(op=bad[0], backend=bad[1], usable=False, reason="differs", error=0.5)
         return [line(v) for v in [wrong, *rest]], None
 
-    def line(verdict: Verdict) -> str:
+    def line(verdict: BackendCheck) -> str:
         return json.dumps(dataclasses.asdict(verdict))
 
-    monkeypatch.setattr(select, "_child", child)
+    monkeypatch.setattr(check, "_child", child)
     device = torch.device("cuda", 0)
-    found = select._all_verdicts(device, gpu_here, fresh=False)
+    found = check.all_checks(device, gpu_here, fresh=False)
     assert len(asked) == 2
     first, second, third = asked[0][:3]
     by_pair = {(v.op, v.backend): v for v in found}
@@ -244,25 +245,25 @@ def test_verdicts_are_checked_once_and_remembered(
     assert by_pair[third].reason == "differs"
     assert "sm_90" in str(by_pair["nvfp4-grouped", "cutlass"].reason)
     assert all(by_pair[op, "reference"].usable for op in OPS)
-    assert select._all_verdicts(device, gpu_here, fresh=False) == found
+    assert check.all_checks(device, gpu_here, fresh=False) == found
     assert len(asked) == 2
-    assert len(select._all_verdicts(device, gpu_here, fresh=True)) == len(found)
+    assert len(check.all_checks(device, gpu_here, fresh=True)) == len(found)
     assert len(asked) == 3
 
 
 def test_a_broken_cache_is_as_good_as_none(gpu_here: DeviceFacts) -> None:
-    path = select._cache_path(gpu_here)
-    assert select._read_cache(path) == {}
+    path = check._cache_path(gpu_here)
+    assert check._read_cache(path) == {}
     path.parent.mkdir(parents=True)
     for text in ("", "{", '{"verdicts": [1]}', '{"verdicts": [{"op": 1}]}', "[]"):
         path.write_text(text)
-        assert select._read_cache(path) == {}
+        assert check._read_cache(path) == {}
 
 
 def test_the_checking_process_reports_failures() -> None:
-    lines, death = select._child(CPU, [("fp8-dense", "cublaslt"), ("bf16-grouped", "triton")])
+    lines, death = check._child(CPU, [("fp8-dense", "cublaslt"), ("bf16-grouped", "triton")])
     assert death is None
-    first, second = (Verdict(**json.loads(text)) for text in lines)
+    first, second = (BackendCheck(**json.loads(text)) for text in lines)
     assert (first.op, first.backend) == ("fp8-dense", "cublaslt")
     assert not second.usable
     assert second.reason
@@ -274,6 +275,6 @@ def test_a_wrong_kernel_fails_its_check() -> None:
             good = (x.codes.float() * x.scale) @ (w.codes.float() * w.scale).t()
             return (good * 1.02).bfloat16()
 
-    verdict = check.check_one("fp8-dense", "cublaslt", CPU, kernels={"cublaslt": Wrong()})
+    verdict = check.check_backend("fp8-dense", Wrong(), CPU)
     assert not verdict.usable
     assert "differs from the emulation" in str(verdict.reason)

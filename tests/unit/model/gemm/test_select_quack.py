@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from beamq.errors import DeviceError
-from beamq.model.gemm import check, select
-from beamq.model.gemm.device import OPS, DeviceFacts, Verdict
-from beamq.model.gemm.quack_gemm import Quack
-from beamq.model.gemm.reference import Fp8Weight, ReferenceGemm
-from beamq.model.gemm.select import ORDER, backends, engine
+from beamq.model.gemm import check
+from beamq.model.gemm.backend import OPS, BackendCheck, DeviceFacts, Fp8Weight
+from beamq.model.gemm.check import ORDER, backends
+from beamq.model.gemm.library_gemm import Quack
+from beamq.model.gemm.reference import ReferenceGemm
+from beamq.model.gemm.select import select_gemm
 from tests.helpers.gemm_double import BlockScaledOperand, QuackCalls
 
 CPU = torch.device("cpu")
@@ -90,10 +91,10 @@ def checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, 
 
     def child(device: torch.device, pairs: list[tuple[str, str]]) -> tuple[list[str], None]:
         asked.extend(pairs)
-        found = [Verdict(op=op, backend=name, usable=True) for op, name in pairs]
+        found = [BackendCheck(op=op, backend=name, usable=True) for op, name in pairs]
         return [json.dumps(dataclasses.asdict(verdict)) for verdict in found], None
 
-    monkeypatch.setattr(select, "_child", child)
+    monkeypatch.setattr(check, "_child", child)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return asked
 
@@ -102,7 +103,7 @@ def test_installed_later_it_is_checked_then(checked: list[tuple[str, str]]) -> N
     cuda = torch.device("cuda", 0)
 
     def choice(device: DeviceFacts) -> str:
-        found = select._all_verdicts(cuda, device, fresh=False)
+        found = check.all_checks(cuda, device, fresh=False)
         return next(v.backend for v in found if v.op == "nvfp4-grouped" and v.usable)
 
     assert choice(without(quack=None, cutlass_dsl=None)) == "triton"
@@ -133,7 +134,7 @@ def test_the_package_is_imported_at_the_first_product(
     os.environ.pop("QUACK_CACHE_DIR", None)
     kernel = backends()["quack"]
     assert kernel.calls is None
-    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
+    x, weight, _ = check.random_problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
     wanted = ReferenceGemm().linear(x, weight)
     torch.testing.assert_close(kernel.dense(x, weight, fast=False), wanted, rtol=1e-2, atol=1e-2)
     assert len(calls.operands) == 1
@@ -142,26 +143,26 @@ def test_the_package_is_imported_at_the_first_product(
 
 def test_a_missing_package_is_the_reason_of_its_check() -> None:
     """Facts can be out of date: then the check says so."""
-    lines, death = select._child(CPU, [("nvfp4-dense", "quack")])
+    lines, death = check._child(CPU, [("nvfp4-dense", "quack")])
     assert death is None
-    found = Verdict(**json.loads(lines[0]))
+    found = BackendCheck(**json.loads(lines[0]))
     assert not found.usable
     assert "ModuleNotFoundError: No module named 'quack'" in str(found.reason)
 
 
 def test_by_name_on_a_cpu() -> None:
-    x, weight, _ = check._problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
+    x, weight, _ = check.random_problem("nvfp4-dense", CPU, experts=1, rows=3, n=16, k=32)
     with pytest.raises(DeviceError, match=r"'quack' cannot do nvfp4-dense on cpu: needs an NVIDIA"):
-        engine("quack").linear(x, weight)
-    fp8 = check._problem("fp8-dense", CPU, experts=1, rows=3, n=16, k=32)
+        select_gemm("quack").linear(x, weight)
+    fp8 = check.random_problem("fp8-dense", CPU, experts=1, rows=3, n=16, k=32)
     assert isinstance(fp8[1], Fp8Weight)
     wanted = ReferenceGemm().linear(*fp8[:2])
-    assert torch.equal(engine("quack").linear(*fp8[:2]), wanted)
+    assert torch.equal(select_gemm("quack").linear(*fp8[:2]), wanted)
 
 
 def test_every_device_is_told_of_it() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    (device,) = select.probe()["devices"]
+    (device,) = check.probe()["devices"]
     told = {op["op"] for op in device["ops"] for b in op["backends"] if b["backend"] == "quack"}
     assert told == set(Quack.ops) < set(OPS)

@@ -1,0 +1,270 @@
+"""Weights of linears, and the two interfaces that products of them go through.
+
+`Gemm` is what the forward pass calls. `ReferenceGemm` (reference.py) implements it anywhere;
+`SelectedGemm` (select.py) sends each operation to the best back end of a device.
+
+`GemmBackend` is one set of GPU kernels:
+
+    triton     triton_gemm.py: beamq's own grouped kernel; NVFP4 by exact emulation in BF16
+    cutlass    library_gemm.py: torch's CUTLASS kernels: FP8 on sm_90, NVFP4 on sm_100 and sm_103
+    cublaslt   library_gemm.py: torch's cuBLASLt: dense linears; FP8 experts one by one
+    quack      library_gemm.py: an optional package: NVFP4 on sm_120 and sm_121
+
+Dimensions are those of `beamq.model`: T tokens, S rows sorted by expert, N outputs, K inputs,
+E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from beamq.errors import TensorError
+
+OPS = ("bf16-grouped", "fp8-dense", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseWeight:
+    """`w_NK` [N, K] (experts: [E, N, K]) in the activation dtype."""
+
+    w_NK: torch.Tensor
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The tensor whose leading axes are N, or E and N."""
+        return self.w_NK
+
+    def expert(self, index: int | slice | None) -> DenseWeight:
+        """View of one expert, or of a range of experts; None adds an axis E = 1."""
+        return DenseWeight(w_NK=self.w_NK[index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Weight:
+    """`codes` F8_E4M3 [N, K] and `scale` F32 [N, 1], or both with a leading E axis.
+
+    value = code * scale.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The tensor whose leading axes are N, or E and N."""
+        return self.codes
+
+    def expert(self, index: int | slice | None) -> Fp8Weight:
+        """View of one expert, or of a range of experts; None adds an axis E = 1."""
+        return Fp8Weight(codes=self.codes[index], scale=self.scale[index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nvfp4Weight:
+    """`codes` U8 [N, K/2] (low nibble = even k), `block_scale` F8_E4M3 [N, K/16] and `global_scale`
+    F32 [N, 1], or all three with a leading E axis. value = code * block_scale * global_scale.
+
+    `global_scale` repeats, for each row, the `weight_scale_2` of the linear that the row came from.
+    `input_scale` F32 [] is the activations' global scale, the largest of all fused linears and
+    experts. It is None if the checkpoint has none; then only `weights-only` can multiply.
+    """
+
+    codes: torch.Tensor
+    block_scale: torch.Tensor
+    global_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The tensor whose leading axes are N, or E and N."""
+        return self.codes
+
+    def expert(self, index: int | slice | None) -> Nvfp4Weight:
+        """View of one expert, or of a range of experts; None adds an axis E = 1."""
+        return replace(
+            self,
+            codes=self.codes[index],
+            block_scale=self.block_scale[index],
+            global_scale=self.global_scale[index],
+        )
+
+
+LinearWeight = DenseWeight | Fp8Weight | Nvfp4Weight
+
+
+def static_scale(input_scale: torch.Tensor | None) -> torch.Tensor:
+    """The scale itself. Raises `TensorError` if it is None."""
+    if input_scale is None:
+        raise TensorError(
+            "NVFP4 weights have no input_scale, so 4-bit activations have none either;"
+            " calibrate the checkpoint, or use gemm='weights-only'"
+        )
+    return input_scale
+
+
+class Gemm(Protocol):
+    """Multiplies activations by weights of every format."""
+
+    def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """y = x w^T, [T, N] in x's dtype."""
+
+    def grouped(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """Expert e multiplies rows offsets[e]:offsets[e+1] of `x_TK[rows]` (None: of `x_TK`).
+
+        Returns y [S, N] in x's dtype, S = offsets[-1]. `rows` is passed separately so that an
+        implementation can quantize each token once rather than once for each expert that reads it.
+        """
+
+    def experts(
+        self,
+        x_TK: torch.Tensor,
+        rows: torch.Tensor | None,
+        gate_up: LinearWeight,
+        down: LinearWeight,
+        offsets: Sequence[int],
+    ) -> torch.Tensor:
+        """`grouped` with `gate_up`, SwiGLU, `grouped` with `down`: the whole MLP of each expert.
+
+        An implementation may bound or skip the intermediate tensors.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Rows:
+    """Tokens in E4M3: value = codes [T, K] * scale FP32 [T, 1]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def take(self, rows: torch.Tensor) -> Fp8Rows:
+        """The given rows, in their order. Moves eight codes at a time where K allows."""
+        wide = self.codes.shape[1] % 8 == 0
+        codes = self.codes.view(torch.int64 if wide else torch.uint8).index_select(0, rows)
+        return Fp8Rows(codes=codes.view(self.codes.dtype), scale=self.scale.index_select(0, rows))
+
+    def part(self, low: int, high: int) -> Fp8Rows:
+        """Rows low .. high - 1, as views."""
+        return Fp8Rows(codes=self.codes[low:high], scale=self.scale[low:high])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated:
+    """[gate | up] rows [S, 2I] to which SwiGLU is applied while they are quantized."""
+
+    gate_up_SN: torch.Tensor
+
+
+Tokens = torch.Tensor | Fp8Rows | Gated
+"""Activations in the form in which a back end multiplies them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What `GemmBackend.refusal` decides from. Versions are None for packages not installed."""
+
+    kind: str
+    name: str
+    capability: tuple[int, int]
+    torch: str
+    triton: str | None
+    quack: str | None
+    cutlass_dsl: str | None
+
+    @property
+    def sm(self) -> str:
+        """The architecture's name, such as sm_90."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    def below(self, least: tuple[int, int]) -> str | None:
+        """Why the device is no NVIDIA GPU of capability `least` or later; None if it is one."""
+        if self.kind != "cuda":
+            return f"needs an NVIDIA GPU; this is {self.kind}"
+        if self.capability < least:
+            return f"needs sm_{least[0]}{least[1]} or later; this is {self.sm}"
+        return None
+
+
+class GemmBackend(Protocol):
+    """One set of GPU kernels. Products are BF16; activations come as BF16 [T, K].
+
+    Every method but `refusal` may assume that `refusal` returned None for the operation, that N and
+    K are multiples of 16, and that there is at least one row. A weight of a format that `ops` does
+    not name raises `TypeError`. With `fast`, FP8 products may be added in the reduced precision of
+    the tensor cores.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name that users select it by."""
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """The members of `OPS` that it implements."""
+
+    @property
+    def swizzles(self) -> bool:
+        """Whether NVFP4 weights are multiplied as `operands.fp4_weight` reorders them."""
+
+    def refusal(self, op: str, facts: DeviceFacts) -> str | None:
+        """Why `op` cannot be served on a device; None if it can.
+
+        Decided from the facts alone. A kernel for another architecture can trap and take the
+        process's CUDA context with it, so nothing is executed to find out.
+        """
+
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+        """One linear, y [T, N]."""
+
+    def tokens(self, x_TK: torch.Tensor, weight: LinearWeight) -> Tokens:
+        """What can be done once for each token in front of `grouped` with `weight`."""
+
+    def grouped(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Products of `tokens[rows]` (None: of all tokens, already sorted by expert) with a stack
+        [E, N, K], as in `Gemm.grouped`: y [S, N], written to `out` if it is given."""
+
+    def gated(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weights: tuple[LinearWeight, LinearWeight],
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+    ) -> Tokens:
+        """`grouped` with the first of `weights` (gate_up) and SwiGLU, in the form in which
+        `grouped` takes rows for the second (down)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendCheck:
+    """The outcome for one back end and one operation.
+
+    `reason` says why it is not usable. `error` is relative to the emulation, `ms` the time of the
+    check's timing problem.
+    """
+
+    op: str
+    backend: str
+    usable: bool
+    reason: str | None = None
+    error: float | None = None
+    ms: float | None = None

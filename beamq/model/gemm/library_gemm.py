@@ -1,0 +1,372 @@
+"""Back ends that call kernels of other projects: torch's CUTLASS and cuBLASLt, and quack.
+
+In: BF16 activations and weights as loaded. Out: BF16 products.
+
+FP8 is row-wise: one scale per token and one per output. NVFP4 has two levels of scales: block
+scales in the swizzled order of `formats.nvfp4.swizzle`, and global ones. Experts are multiplied in
+one call by CUTLASS (NVFP4 activations padded to 128 rows per expert, in their scales only) and one
+by one by cuBLASLt and quack.
+
+quack-kernels (Apache-2.0) is an optional extra, imported when a product is asked of it. It brings
+NVIDIA's CuTe DSL (nvidia-cutlass-dsl, under a licence of NVIDIA's own), which compiles its kernels
+at the first product. Its block scales are tiles [R/128, C/4, 32, 4, 4]: `swizzle`'s bytes with more
+axes, so operands are views. Its call for many groups is not used: it takes one global scale for
+each side, while every expert has its own, and it wants the scales of group g to start at tile
+offsets[g] // 128 + g, which is not where `padded_rows` puts them.
+
+Limits: no NVFP4 call of this file has been run on the hardware it is for (Blackwell). quack-kernels
+0.6.5 accepted the arguments and compiled its kernels for sm_120 and sm_121, with no GPU to run them
+on. Tests replace `calls` with a double that undoes the layout and multiplies in FP32.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from beamq.formats.nvfp4 import COLUMNS, ROWS, round_up
+from beamq.model.gemm.backend import (
+    OPS,
+    DenseWeight,
+    DeviceFacts,
+    Fp8Rows,
+    Fp8Weight,
+    Gated,
+    LinearWeight,
+    Nvfp4Weight,
+    Tokens,
+)
+from beamq.model.gemm.operands import Fp4Operand, fp4_tokens, fp4_weight, fp8_rows, take
+from beamq.model.gemm.products import ExpertRows, swiglu
+
+LEAST_QUACK = "0.6.5"
+"""The release whose call was read; earlier ones took scales in another form."""
+INSTALL_QUACK = 'pip install "beamq[quack]"'
+
+
+class _Library:
+    """What the three share: nothing is fused except SwiGLU with the next quantization."""
+
+    swizzles: ClassVar[bool] = True
+
+    def __init__(self, calls: Any = F) -> None:
+        self.calls = calls
+
+    def tokens(self, x_TK: torch.Tensor, weight: LinearWeight) -> Tokens:
+        """FP8: quantized. NVFP4 operands depend on the groups and are made by `grouped`."""
+        return fp8_rows(x_TK) if isinstance(weight, Fp8Weight) else x_TK
+
+    def gated(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weights: tuple[LinearWeight, LinearWeight],
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+    ) -> Tokens:
+        """See `GemmBackend.gated`."""
+        gate_up, down = weights
+        gate_up_SN = self.grouped(tokens, rows, gate_up, offsets, fast=fast)
+        if isinstance(down, Fp8Weight):
+            return fp8_rows(gate_up_SN, swiglu=True)
+        if isinstance(down, Nvfp4Weight):
+            return Gated(gate_up_SN=gate_up_SN)
+        return swiglu(gate_up_SN)
+
+    def grouped(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `GemmBackend.grouped`."""
+        raise NotImplementedError
+
+
+class Cutlass(_Library):
+    """torch's CUTLASS kernels, all through `scaled_grouped_mm`; a dense linear is one group."""
+
+    name: ClassVar[str] = "cutlass"
+    ops: ClassVar[tuple[str, ...]] = OPS
+
+    def refusal(self, op: str, facts: DeviceFacts) -> str | None:
+        """See `GemmBackend.refusal`."""
+        if facts.kind == "cuda" and op.startswith("fp8") and facts.capability > (9, 0):
+            return "torch's FP8 grouped kernel is for sm_90 alone; elsewhere it traps"
+        if facts.kind == "cuda" and op.startswith("nvfp4"):
+            if facts.capability not in ((10, 0), (10, 3)):
+                return f"torch's FP4 kernels are for sm_100 and sm_103; this is {facts.sm}"
+            return None
+        return facts.below((9, 0))
+
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+        """One linear as one group."""
+        offsets = [0, x_TK.shape[0]]
+        if isinstance(weight, Fp8Weight):
+            return self.grouped(fp8_rows(x_TK), None, weight.expert(None), offsets, fast=fast)
+        if not isinstance(weight, Nvfp4Weight):
+            raise TypeError("only quantized linears are served")
+        own = fp4_weight(weight)
+        stack = Fp4Operand(
+            codes=own.codes.unsqueeze(0),
+            block_scale=own.block_scale.unsqueeze(0),
+            global_scale=own.global_scale,
+        )
+        return self._nvfp4(fp4_tokens(x_TK, weight.input_scale), stack, offsets)
+
+    def grouped(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """All experts in one call."""
+        if isinstance(weight, Nvfp4Weight):
+            x = fp4_tokens(tokens, weight.input_scale, rows=rows, offsets=offsets)
+            return _into(out, self._nvfp4(x, fp4_weight(weight), offsets))
+        some = take(tokens, rows)
+        if isinstance(weight, DenseWeight):
+            ends = _ends(offsets, weight.w_NK.device)
+            return _into(out, self.calls.grouped_mm(some, weight.w_NK.transpose(1, 2), offs=ends))
+        if not isinstance(some, Fp8Rows):
+            raise TypeError("tokens were made for a weight of another format")
+        rowwise = F.ScalingType.RowWise
+        y = self.calls.scaled_grouped_mm(
+            some.codes,
+            weight.codes.transpose(1, 2),
+            some.scale.view(-1),
+            rowwise,
+            weight.scale.squeeze(-1),
+            rowwise,
+            offs=_ends(offsets, weight.codes.device),
+            output_dtype=torch.bfloat16,
+            use_fast_accum=fast,
+        )
+        return _into(out, y)
+
+    def _nvfp4(self, x: Fp4Operand, w: Fp4Operand, offsets: Sequence[int]) -> torch.Tensor:
+        y: torch.Tensor = self.calls.scaled_grouped_mm(
+            x.codes.view(torch.float4_e2m1fn_x2),
+            w.codes.view(torch.float4_e2m1fn_x2).transpose(1, 2),
+            **_fp4_scales(x, w),
+            offs=_ends(offsets, x.codes.device),
+            output_dtype=torch.bfloat16,
+        )
+        return y
+
+
+class CublasLt(_Library):
+    """torch's cuBLASLt for dense linears; for FP8 experts, one call for each that has rows."""
+
+    name: ClassVar[str] = "cublaslt"
+    ops: ClassVar[tuple[str, ...]] = ("fp8-dense", "fp8-grouped", "nvfp4-dense")
+
+    def refusal(self, op: str, facts: DeviceFacts) -> str | None:
+        """See `GemmBackend.refusal`."""
+        if op == "nvfp4-dense" and facts.kind == "cuda" and facts.capability < (10, 0):
+            return f"FP4 tensor cores came with sm_100; this is {facts.sm}"
+        return facts.below((9, 0))
+
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+        """One linear."""
+        if isinstance(weight, Fp8Weight):
+            return self._fp8(fp8_rows(x_TK), weight, fast)
+        if not isinstance(weight, Nvfp4Weight):
+            raise TypeError("only quantized linears are served")
+        x, w = fp4_tokens(x_TK, weight.input_scale), fp4_weight(weight)
+        y: torch.Tensor = self.calls.scaled_mm(
+            x.codes.view(torch.float4_e2m1fn_x2),
+            w.codes.view(torch.float4_e2m1fn_x2).t(),
+            **_fp4_scales(x, w),
+            output_dtype=torch.bfloat16,
+        )
+        return y
+
+    def grouped(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Expert by expert."""
+        x = take(tokens, rows)
+        if not (isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight)):
+            raise TypeError("only FP8 experts are served")
+        if out is None:
+            out = x.scale.new_empty(offsets[-1], weight.codes.shape[1], dtype=torch.bfloat16)
+        for expert in range(len(offsets) - 1):
+            low, high = offsets[expert], offsets[expert + 1]
+            if low < high:
+                # cuBLASLt wants scales to start at a multiple of 16 bytes, so they are copied.
+                part = Fp8Rows(codes=x.codes[low:high], scale=x.scale[low:high].clone())
+                out[low:high] = self._fp8(part, weight.expert(expert), fast)
+        return out
+
+    def _fp8(self, x: Fp8Rows, w: Fp8Weight, fast: bool) -> torch.Tensor:
+        rowwise = F.ScalingType.RowWise
+        y: torch.Tensor = self.calls.scaled_mm(
+            x.codes,
+            w.codes.t(),
+            x.scale,
+            rowwise,
+            w.scale.t(),
+            rowwise,
+            output_dtype=torch.bfloat16,
+            use_fast_accum=fast,
+        )
+        return y
+
+
+class Quack(_Library):
+    """quack's block-scaled GEMM, NVFP4 on sm_120 and sm_121: linears, and experts one by one."""
+
+    name: ClassVar[str] = "quack"
+    ops: ClassVar[tuple[str, ...]] = ("nvfp4-dense", "nvfp4-grouped")
+
+    def __init__(self, calls: Any = None) -> None:
+        super().__init__(calls)
+
+    def refusal(self, op: str, facts: DeviceFacts) -> str | None:
+        """See `GemmBackend.refusal`."""
+        if facts.kind != "cuda":
+            return facts.below((12, 0))
+        if facts.capability not in ((12, 0), (12, 1)):
+            return f"quack is for FP4 on sm_120 and sm_121; this is {facts.sm}"
+        if facts.quack is None:
+            return f"quack-kernels is not installed: {INSTALL_QUACK}"
+        if _release(facts.quack) < _release(LEAST_QUACK):
+            return f"quack-kernels is {facts.quack}, needs {LEAST_QUACK} or later: {INSTALL_QUACK}"
+        return None
+
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+        """One linear."""
+        if not isinstance(weight, Nvfp4Weight):
+            raise TypeError("only NVFP4 linears are served")
+        y_TN = x_TK.new_empty(x_TK.shape[0], weight.codes.shape[0])
+        self._multiply(fp4_tokens(x_TK, weight.input_scale), fp4_weight(weight), y_TN)
+        return y_TN
+
+    def grouped(
+        self,
+        tokens: Tokens,
+        rows: torch.Tensor | None,
+        weight: LinearWeight,
+        offsets: Sequence[int],
+        *,
+        fast: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Expert by expert: a call takes one global scale for each side."""
+        if not isinstance(weight, Nvfp4Weight):
+            raise TypeError("only NVFP4 experts are served")
+        x = fp4_tokens(tokens, weight.input_scale, rows=rows, offsets=offsets)
+        w = fp4_weight(weight)
+        if out is None:
+            shape = (offsets[-1], weight.codes.shape[1])
+            out = torch.empty(shape, dtype=torch.bfloat16, device=x.codes.device)
+        start = 0  # of the expert's rows of scales, which are padded to whole tiles
+        for expert in range(len(offsets) - 1):
+            low, high = offsets[expert], offsets[expert + 1]
+            if low == high:
+                continue
+            end = start + round_up(high - low, ROWS)
+            some = Fp4Operand(
+                codes=x.codes[low:high],
+                block_scale=x.block_scale[start:end],
+                global_scale=x.global_scale,
+            )
+            own = Fp4Operand(
+                codes=w.codes[expert],
+                block_scale=w.block_scale[expert],
+                global_scale=w.global_scale[expert],
+            )
+            self._multiply(some, own, out[low:high])
+            start = end
+        return out
+
+    def _multiply(self, x: Fp4Operand, w: Fp4Operand, out_SN: torch.Tensor) -> None:
+        if self.calls is None:
+            self.calls = _import_quack()
+        a, b = (
+            self.calls.BlockScaledOperand.from_parts(
+                operand.codes.view(torch.float4_e2m1fn_x2),
+                tiles(operand),
+                "nvfp4",
+                per_tensor_scale=operand.global_scale,
+            )
+            for operand in (x, w)
+        )
+        # With tuning, every number of rows would be a problem of its own, timed with many tilings.
+        self.calls.gemm(a, b.mT, out=out_SN, tuned=False)
+
+
+def tiles(operand: Fp4Operand) -> torch.Tensor:
+    """Block scales as [R / 128, C / 4, 32, 4, 4], a view: row r, column c (of K/16) is at
+    [r // 128, c // 4, r % 32, r % 128 // 32, c % 4]."""
+    columns = round_up(operand.codes.shape[-1] // 8, COLUMNS)
+    return operand.block_scale.view(-1, columns // COLUMNS, 32, ROWS // 32, COLUMNS)
+
+
+def cache_folder() -> Path:
+    """The user's folder for check results and compiled kernels. It may not exist yet."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "beamq"
+
+
+def _import_quack() -> Any:
+    """The two names of quack that are used."""
+    # By default it loads compiled kernels from a folder in /tmp that other users could create.
+    os.environ.setdefault("QUACK_CACHE_DIR", str(cache_folder() / "quack"))
+    from quack.blockscaled import BlockScaledOperand
+    from quack.gemm_interface import gemm
+
+    return SimpleNamespace(BlockScaledOperand=BlockScaledOperand, gemm=gemm)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def _into(out: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
+    return y if out is None else out.copy_(y)
+
+
+def _fp4_scales(x: Fp4Operand, w: Fp4Operand) -> dict[str, Any]:
+    """torch's keywords for two levels of scales, of which only the block scales are swizzled."""
+    recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    order = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    return {
+        "scale_a": [x.block_scale, x.global_scale],
+        "scale_recipe_a": recipe,
+        "scale_b": [w.block_scale, w.global_scale],
+        "scale_recipe_b": recipe,
+        "swizzle_a": order,
+        "swizzle_b": order,
+    }
+
+
+def _ends(offsets: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Where each expert's rows end, int32 [E]."""
+    if isinstance(offsets, ExpertRows):
+        return offsets.ends_E
+    return torch.tensor(offsets[1:], dtype=torch.int32).to(device)

@@ -1,0 +1,311 @@
+"""One layer's weights, read from a checkpoint straight into the buffers the forward pass uses.
+
+In: a `Checkpoint` in any form a Beam comes in: BF16, FP16 or FP32; experts one tensor each or
+packed in 3-D; our NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out:
+`LayerWeights`, `ExpertSlice` or `Head` on the device.
+
+The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and
+all experts of a slice are one buffer each, so that every group of linears is one GEMM.
+
+Unquantized weights are cast to the activation dtype; router weight and bias are FP32 always.
+A `tap` is shown every tensor as stored, once, so that a consumer that needs the source's own
+bytes (a converter) shares the reads of a forward pass.
+
+Limits: values are not searched for NaN here; conversion and `verify` do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import FP32_ROLES, Role, classify
+from beamq.errors import MemoryBudgetError
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.io.read_ahead import read_ahead
+from beamq.io.safetensors_header import TensorSpec
+from beamq.io.source import NoPrefetch, Prefetch
+from beamq.model.gemm.products import CHUNK_ELEMENTS
+from beamq.model.layer import LayerWeights, SparseMlp
+from beamq.model.loader import LayerLoader
+from beamq.model.moe import ExpertSlice
+from beamq.signals import short_turns
+from beamq.units import show_bytes
+
+# A layer loader that says which shards it will read, so that a remote source is fetched in time.
+#
+# In: a checkpoint, the layers to come. Out: a `LayerLoader` for use in a `with` block. Shards are
+# fetched ahead of the layers that need them and dropped behind them (`Checkpoint.prefetch`); of a
+# folder all this is nothing.
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class PrefetchingLoader(LayerLoader):
+    """Loads layers `first` and up (and the embedding, where `first` is 0), each once, in order.
+
+    `experts` are those that will be asked for in slices. With `keep_rest`, shards of what no layer
+    needs (the head) are fetched as well and left for whoever reads them next.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: BeamConfig,
+        *,
+        first: int,
+        experts: range,
+        keep_rest: bool,
+        stopped: Callable[[], bool],
+        **options: Any,
+    ) -> None:
+        super().__init__(checkpoint, config, **options)
+        self._own = experts
+        self._stopped = stopped
+        self._first = first
+        self._prefetch: Prefetch = NoPrefetch()
+        units: list[set[str]] = [set() for _ in range(config.num_layers + 2)]
+        for spec in checkpoint.tensors.values():
+            layer = classify(spec.name).layer
+            if layer is not None and layer < config.num_layers:
+                units[layer + 1].add(spec.file)
+            elif spec.name == EMBEDDING:
+                units[0].add(spec.file)
+            elif keep_rest:
+                units[-1].add(spec.file)
+        self._units = units[first + 1 if first else 0 :]
+        self._fetching: AbstractContextManager[Prefetch] = checkpoint.prefetch(self._units)
+
+    def __enter__(self) -> PrefetchingLoader:
+        self._prefetch = self._fetching.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.close()
+        self._fetching.__exit__(*error)
+
+    def embedding(self) -> torch.Tensor:
+        """See `LayerLoader`; before any layer."""
+        self._prefetch.wait(0, self._stopped)
+        table = super().embedding()
+        self._prefetch.finish(0)
+        return table
+
+    def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
+        """See `LayerLoader`."""
+        unit = self._unit(index)
+        self._prefetch.wait(unit, self._stopped)
+        built = super().layer(index, experts=experts)
+        if experts is None or not self._own or experts.stop == self._own.stop:
+            self._prefetch.finish(unit)
+        return built
+
+    def experts(self, index: int, first: int, count: int) -> ExpertSlice:
+        """See `LayerLoader`; after the layer's own part, in ascending order."""
+        built = super().experts(index, first, count)
+        if first + count == self._own.stop:
+            self._prefetch.finish(self._unit(index))
+        return built
+
+    def _unit(self, index: int) -> int:
+        return index - self._first + (0 if self._first else 1)
+
+
+# Layers of one model, or of several in turns, delivered while the next one is being read.
+#
+# In: a `LayerLoader` for each model. Out: `LayerWeights` in order, sparse layers with their experts
+# whole or as an iterator of slices.
+#
+# The one idea: one read-ahead for everything. At most one unit (a layer, or a slice of experts) is
+# loaded besides those in use, whether one model is streamed or several side by side.
+
+Loaded = LayerWeights | ExpertSlice
+
+
+class LayerStream:
+    """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
+
+    With `experts`, only those of a sparse layer are loaded. With `slice_experts`, where there are
+    more, a sparse layer's `experts` is an iterator that delivers that many at a time, once; what a
+    consumer leaves of it is skipped. At most one unit (a layer, or a slice) is loaded besides the
+    one in use, so drop a layer before asking for the next.
+    """
+
+    def __init__(
+        self,
+        loader: LayerLoader,
+        *,
+        layers: Sequence[int] | None = None,
+        slice_experts: int | None = None,
+        experts: range | None = None,
+        ahead: int = 1,
+    ) -> None:
+        self.loader = loader
+        self.config = loader.config
+        self._layers = range(loader.config.num_layers) if layers is None else layers
+        self._slice = slice_experts
+        self._own = range(loader.config.num_experts) if experts is None else experts
+        self._ahead = ahead
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The layers that are delivered, in order."""
+        return self._layers
+
+    def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
+        for _, index, weights in in_turns((self,), ahead=self._ahead):
+            yield index, weights
+            del weights  # before the next one is asked for, or two would live
+
+    def take(
+        self, index: int, units: Iterator[Loaded]
+    ) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
+        """A layer from what `loads` gave, and its slices, which must be used up before the next."""
+        weights = next(units)
+        if not isinstance(weights, LayerWeights):
+            raise TypeError("a slice of experts where a layer was due")
+        slices = self._slices(index)
+        if not slices:
+            return weights, iter(())
+        rest = _take(units, len(slices))
+        if isinstance(weights.mlp, SparseMlp):
+            weights = replace(weights, mlp=replace(weights.mlp, experts=rest))
+        return weights, rest
+
+    def loads(self, index: int) -> Iterator[Callable[[], Loaded]]:
+        """What loads a layer, unit by unit."""
+        slices = self._slices(index)
+        yield partial(self.loader.layer, index, experts=range(0) if slices else self._own)
+        for first, count in slices:
+            yield partial(self.loader.experts, index, first, count)
+
+    def experts_again(self, index: int) -> Iterator[ExpertSlice]:
+        """The slices of a layer that is not loaded whole, read once more, not ahead."""
+        for first, count in self._slices(index):
+            yield self.loader.experts(index, first, count)
+
+    def _slices(self, index: int) -> list[tuple[int, int]]:
+        """(first, count) of a layer's slices; none if its experts come with it."""
+        own, step = self._own, self._slice
+        sparse = self.config.mlp_layer_types[index] == "sparse"
+        if not sparse or step is None or step >= len(own):
+            return []
+        return [(first, min(step, own.stop - first)) for first in own[::step]]
+
+
+def in_turns(
+    streams: Sequence[LayerStream], *, ahead: int = 1
+) -> Generator[tuple[int, int, LayerWeights], None, None]:
+    """(place, layer, weights): the first layer of each stream, then the second of each, ...
+
+    One read-ahead serves them all: at most `ahead` units are loaded besides those in use, however
+    many models there are. All streams must have the same number of layers.
+    """
+    turns = [
+        (place, index)
+        for layers in zip(*(stream.layers for stream in streams), strict=True)
+        for place, index in enumerate(layers)
+    ]
+    loads = (load for place, index in turns for load in streams[place].loads(index))
+    units = read_ahead(loads, depth=ahead)
+    with short_turns(any(stream.loader.device.type == "cuda" for stream in streams)):
+        for place, index in turns:
+            weights, rest = streams[place].take(index, units)
+            yield place, index, weights
+            del weights  # before the next one is asked for, or two would live
+            for _ in rest:  # left by a consumer that needed no experts
+                pass
+
+
+def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:
+    for _ in range(count):
+        unit = next(units)
+        if not isinstance(unit, ExpertSlice):
+            raise TypeError("a layer where a slice of experts was due")
+        yield unit
+        del unit
+
+
+# How many experts of a layer fit a memory budget beside everything else.
+#
+# In: a checkpoint's headers, the activation dtype, bytes allowed, tokens of the largest batch.
+# Out: experts to a slice, or None where whole layers fit.
+#
+# The one idea: count what is alive at once. Two units of weights (one in use, one read ahead), and
+# the temporaries of one batch at the widest point of a layer, taking the worst case in which every
+# choice of every token falls into one slice. Estimates are upper bounds of tensors, not of what an
+# allocator reserves.
+
+_UNITS = 2  # one in use, one read ahead
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedBytes:
+    """Loaded sizes: of the largest layer without its experts, of one expert, of the head."""
+
+    base: int
+    expert: int
+    head: int
+
+
+def layer_bytes(checkpoint: Checkpoint, config: BeamConfig, dtype: torch.dtype) -> LoadedBytes:
+    """Sizes after loading: unquantized tensors in `dtype`, quantized ones as stored."""
+    base: dict[int, int] = {}
+    experts: dict[int, int] = {}
+    for spec in checkpoint.tensors.values():
+        role = classify(spec.name)
+        if role.layer is None:
+            continue
+        # Scale tensors have names of their own, of no role; their layer is still theirs.
+        expert = role.role is Role.EXPERT or ".mlp.experts." in spec.name
+        sizes = experts if expert else base
+        size = _loaded(spec, torch.float32 if role.role in FP32_ROLES else dtype)
+        sizes[role.layer] = sizes.get(role.layer, 0) + size
+    return LoadedBytes(
+        base=max(base.values(), default=0),
+        expert=-(-max(experts.values(), default=0) // config.num_experts),
+        head=config.vocab_size * config.hidden_size * dtype.itemsize + CHUNK_ELEMENTS * 2 * _FP32,
+    )
+
+
+def activation_bytes(config: BeamConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Upper bound of a layer's temporaries for one batch."""
+    item = dtype.itemsize
+    q, kv, hidden = config.q_dim, config.kv_dim, config.hidden_size
+    attention = tokens * (item * (3 * hidden + 5 * q + 4 * kv) + _FP32 * 3 * q)
+    rows, width = tokens * config.top_k, config.moe_intermediate_size
+    sparse = tokens * (2 * item + 2 * _FP32) * hidden + rows * item * (2 * hidden + 3 * width)
+    dense = tokens * item * (3 * hidden + 3 * config.intermediate_size)
+    return max(attention, sparse, dense) + 3 * CHUNK_ELEMENTS * _FP32
+
+
+def experts_per_slice(
+    checkpoint: Checkpoint, config: BeamConfig, dtype: torch.dtype, budget: int, tokens: int
+) -> int | None:
+    """Experts to a slice under `budget` bytes, or None if whole layers fit.
+
+    Raises `MemoryBudgetError` if not even one expert at a time does.
+    """
+    sizes = layer_bytes(checkpoint, config, dtype)
+    room = budget - activation_bytes(config, tokens, dtype) - _UNITS * sizes.base
+    if room >= _UNITS * sizes.expert * config.num_experts:
+        return None
+    count = room // max(1, _UNITS * sizes.expert)
+    if count < 1 or sizes.head > budget:
+        least = max(budget - room + _UNITS * sizes.expert, sizes.head)
+        raise MemoryBudgetError(
+            f"{show_bytes(budget)} of device memory for batches of {tokens} tokens: at least"
+            f" {show_bytes(least)} are needed; allow more, or shorten the batches"
+        )
+    return int(count)
+
+
+def _loaded(spec: TensorSpec, dtype: torch.dtype) -> int:
+    return spec.numel * dtype.itemsize if spec.dtype in FLOAT_SOURCES else spec.nbytes
