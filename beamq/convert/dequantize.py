@@ -14,21 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import CpuWorkerFactory
-from beamq.convert.finalise import build_index, shard_manifest, write_manifest
+from beamq.convert.finalise import build_index, listed_shards
 from beamq.convert.input_scales import no_scales
 from beamq.convert.limits import DEFAULT_MEMORY_BYTES, check_cache, default_workers
 from beamq.convert.run import Progress, Runner, RunOptions, cache_folder
 from beamq.errors import CheckpointError, TensorError, counted
+from beamq.eval.verify.checksums import SumReader
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.files import read_json_object, user_path
+from beamq.io.files import user_path
 from beamq.io.journal import ShardRecord, refuse_unfinished
-from beamq.io.manifest import MANIFEST_NAME, is_digest, new_checksum
+from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import copy_file, write_json
@@ -37,15 +37,11 @@ from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
 from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.ranks import current_ranks
-from beamq.version import __version__
 
 # Hold a checkpoint's tensors against the checksums that its own `beamq.json` records.
 #
 # For whoever is about to build on those bytes: decoding a flipped bit would give it fresh, correct
 # checksums, and nobody could find it any more. A folder without a manifest has nothing to check.
-
-PIECE_BYTES = 1 << 20
-MAX_MANIFEST_BYTES = 1 << 30
 
 
 def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
@@ -53,16 +49,15 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
 
     Raises `CheckpointError` naming those that differ or are recorded and gone.
     """
-    path = checkpoint.root / MANIFEST_NAME
-    if not path.exists():
+    manifest = Manifest.of(checkpoint.source)
+    if manifest is None:
         return 0
-    manifest = read_json_object(path, CheckpointError, MAX_MANIFEST_BYTES)
-    recorded = _recorded(manifest)
-    algorithm = str(manifest.get("checksum"))
+    recorded = manifest.tensors
+    sums = SumReader(checkpoint, manifest.algorithm)
     gone = [name for name in recorded if name not in checkpoint.tensors]
 
     def differs(name: str) -> bool:
-        return _digest(checkpoint, name, algorithm) != recorded[name]
+        return sums.sums([checkpoint.tensors[name]]) != {name: recorded[name]}
 
     names = [name for name in recorded if name in checkpoint.tensors]
     with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -75,28 +70,6 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
             " the checkpoint again"
         )
     return len(names)
-
-
-def _recorded(manifest: dict[str, Any]) -> dict[str, str]:
-    shards = manifest.get("shards")
-    recorded: dict[str, str] = {}
-    for shard in shards if isinstance(shards, list) else []:
-        tensors = shard.get("tensors") if isinstance(shard, dict) else None
-        for name, digest in tensors.items() if isinstance(tensors, dict) else ():
-            if is_digest(digest):
-                recorded[str(name)] = digest
-    return recorded
-
-
-def _digest(checkpoint: Checkpoint, name: str, algorithm: str) -> str:
-    spec = checkpoint.tensors[name]
-    checksum = new_checksum(algorithm)
-    buffer = memoryview(bytearray(min(PIECE_BYTES, spec.nbytes)))
-    for start in range(0, spec.nbytes, PIECE_BYTES):
-        piece = buffer[: min(PIECE_BYTES, spec.nbytes - start)]
-        checkpoint.read_into(spec, piece, start)
-        checksum.update(piece)
-    return checksum.hexdigest()
 
 
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
@@ -158,7 +131,7 @@ def dequantize(
         ):
             on_unchecked()
 
-        def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+        def finish(records: Mapping[str, ShardRecord]) -> Manifest:
             return _finalise(work, source, output, records)
 
         Runner(
@@ -281,14 +254,12 @@ def _check_quantized(
 
 def _finalise(
     work: Work, source: Checkpoint, output: Path, records: Mapping[str, ShardRecord]
-) -> dict[str, Any]:
+) -> Manifest:
     for companion in work.companions:
         copy_file(source.source.path(companion.source), output, companion.target)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     config["dtype"] = "bfloat16"
-    manifest = {
-        "format": 1,
-        "beamq": __version__,
+    content = {
         "made_by": "dequantize",
         "digests": {
             "plan": work.digest(),
@@ -296,11 +267,11 @@ def _finalise(
             "source": work.source_fingerprint,
         },
         "input_scales": {"digest": "none"},
-        **shard_manifest(work, records),
     }
     write_json(output / INDEX_NAME, build_index(work))
     write_json(output / "config.json", config)
-    return write_manifest(output, manifest, [companion.target for companion in work.companions])
+    others = [companion.target for companion in work.companions]
+    return Manifest.write(output, content, listed_shards(work, records), others)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -8,22 +8,20 @@ and `beamq.json`, the mark of a whole conversion, comes last.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.journal import ShardRecord
-from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, file_checksum, seal_of, shard_digest
+from beamq.io.manifest import ListedShard, Manifest
 from beamq.io.shard_writer import copy_file, write_file, write_json
 from beamq.io.source import INDEX_NAME
 from beamq.plan.layout import hf_quant_config, quantization_config
 from beamq.plan.plan import Plan, Work
 from beamq.report.model_card import Origin, model_card, trace_origin
-from beamq.version import __version__
 
-MANIFEST_FORMAT = 1
 RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", "llmcompressor")
 
 
@@ -36,15 +34,14 @@ def finalise(
     input_scales: Mapping[str, Any],
     files: Mapping[str, str],
     base_model: str | None = None,
-) -> dict[str, Any]:
-    """Write everything but the shards. Returns the manifest. Raises `DiskError`.
+) -> Manifest:
+    """Write everything but the shards. Raises `DiskError`.
 
     `files` are further texts to keep in the folder, by name; `base_model` is the id on the Hub to
     name in the card, where the source does not tell.
     """
     origin = trace_origin(source, plan.source_fingerprint, base_model)
     block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
-    manifest = build_manifest(plan, records, input_scales, origin)
     for companion in plan.companions:
         copy_file(source.source.path(companion.source), output, companion.target)
     for name, text in files.items():
@@ -54,22 +51,12 @@ def finalise(
     if plan.recipe.format == "nvfp4":
         write_json(output / "hf_quant_config.json", hf_quant_config(block))
     write_json(output / "config.json", output_config(source.config, block))
-    return write_manifest(output, manifest, [*(c.target for c in plan.companions), *files])
-
-
-def write_manifest(
-    output: Path, manifest: Mapping[str, Any], others: Iterable[str]
-) -> dict[str, Any]:
-    """The last file: the manifest, with the checksums of `others` and of the configs, sealed.
-
-    The card is left out: people edit it, and `compare` writes into it.
-    """
-    names = {INDEX_NAME, "config.json", "hf_quant_config.json", *others} - {"README.md"}
-    present = sorted(name for name in names if (output / name).exists())
-    sealed = {**manifest, "files": {name: file_checksum(output / name) for name in present}}
-    sealed["seal"] = seal_of(sealed)
-    write_json(output / MANIFEST_NAME, sealed)
-    return sealed
+    return Manifest.write(
+        output,
+        manifest_content(plan, records, input_scales, origin),
+        listed_shards(plan, records),
+        [*(companion.target for companion in plan.companions), *files],
+    )
 
 
 def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,16 +83,14 @@ def build_index(plan: Work) -> dict[str, Any]:
     }
 
 
-def build_manifest(
+def manifest_content(
     plan: Plan,
     records: Mapping[str, ShardRecord],
     input_scales: Mapping[str, Any],
     origin: Origin,
 ) -> dict[str, Any]:
-    """`beamq.json`: what made this folder, from what, and the checksum of every tensor."""
+    """`beamq.json` without its checksums: what made this folder, and from what."""
     return {
-        "format": MANIFEST_FORMAT,
-        "beamq": __version__,
         "recipe": plan.recipe.to_dict(),
         "digests": {
             "plan": plan.digest(),
@@ -125,24 +110,12 @@ def build_manifest(
         "notes": list(plan.notes),
         "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
         "versions": {"python": platform.python_version(), **_versions()},
-        **shard_manifest(plan, records),
     }
 
 
-def shard_manifest(work: Work, records: Mapping[str, ShardRecord]) -> dict[str, Any]:
-    """The checksums of a manifest: algorithm, and for each shard its own and its tensors'."""
-    shards = []
-    for shard in work.shards:
-        digests = {t.name: records[shard.name].tensors[t.name] for t in shard.tensors}
-        shards.append(
-            {
-                "name": shard.name,
-                "bytes": shard.nbytes,
-                "digest": shard_digest(shard.header, digests.values()),
-                "tensors": digests,
-            }
-        )
-    return {"checksum": DEFAULT_ALGORITHM, "shards": shards}
+def listed_shards(work: Work, records: Mapping[str, ShardRecord]) -> list[ListedShard]:
+    """The shards as `beamq.json` lists them, from the journal's checksums."""
+    return [ListedShard.of(shard, records[shard.name].tensors) for shard in work.shards]
 
 
 def _total_counts(plan: Plan, records: Mapping[str, ShardRecord]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from beamq.devices import check_device_name
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import ShardRecord
+from beamq.io.manifest import Manifest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.plan.plan import DEFAULT_SHARD_BYTES, Plan, make_plan
 from beamq.plan.recipe import Recipe, load_recipe
@@ -203,7 +204,7 @@ def quantize(
     return QuantizeResult(
         output=output,
         plan=plan,
-        manifest=manifest,
+        manifest=None if manifest is None else manifest.data,
         seconds=time.monotonic() - begun,
         resumed_shards=kept,
         engine=engine,
@@ -222,8 +223,8 @@ def _finalise(
     output: Path,
     scales: InputScaleProvider,
     base_model: str | None,
-) -> Callable[[Mapping[str, ShardRecord]], dict[str, Any]]:
-    def finish(records: Mapping[str, ShardRecord]) -> dict[str, Any]:
+) -> Callable[[Mapping[str, ShardRecord]], Manifest]:
+    def finish(records: Mapping[str, ShardRecord]) -> Manifest:
         return finalise(
             plan,
             source=checkpoint,

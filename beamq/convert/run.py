@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import WorkerFactory
@@ -21,9 +20,8 @@ from beamq.convert.limits import check_address_space, check_small_tensors
 from beamq.convert.open_shards import OpenShards, join
 from beamq.errors import Interrupted, ResumeError, counted
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.files import read_json_object
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
-from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME
+from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import publish
 from beamq.io.source import NoPrefetch, Prefetch
@@ -199,7 +197,7 @@ class RunOptions:
     cache_bytes: int = DEFAULT_CACHE_BYTES
 
 
-Finalise = Callable[[Mapping[str, ShardRecord]], dict[str, Any]]
+Finalise = Callable[[Mapping[str, ShardRecord]], Manifest]
 
 
 def cache_folder(output: Path, ranks: Ranks) -> Path:
@@ -239,7 +237,7 @@ class Runner:
             checksum=DEFAULT_ALGORITHM,
         )
 
-    def run(self) -> tuple[dict[str, Any] | None, int]:
+    def run(self) -> tuple[Manifest | None, int]:
         """All steps. Raises `BeamqError`s; whatever is durable then can be resumed."""
         journal = Journal(self._output, self._identity, self._ranks.rank)
         claim: output_folder.Claim | None = None
@@ -278,21 +276,20 @@ class Runner:
                 claim.release()
             self._ranks.leave()
 
-    def _already_whole(self) -> dict[str, Any] | None:
+    def _already_whole(self) -> Manifest | None:
         """The manifest, if this very conversion is complete in the output already."""
         path = self._output / MANIFEST_NAME
         if not path.exists():
             return None
-        manifest = read_json_object(path, ResumeError, 1 << 30)
-        scales, digests = manifest.get("input_scales"), manifest.get("digests")
+        manifest = Manifest.read(path, ResumeError)
         recorded = {
-            **(digests if isinstance(digests, dict) else {}),
-            "version": manifest.get("beamq"),
-            "checksum": manifest.get("checksum"),
-            "input_scales": scales.get(self._scales.key) if isinstance(scales, dict) else None,
+            **manifest.digests,
+            "version": manifest.version,
+            "checksum": manifest.algorithm,
+            "input_scales": manifest.input_scales.get(self._scales.key),
         }
         check_identity(self._identity, recorded, self._output)
-        if not sound_counts(manifest.get("counts", {})):
+        if not sound_counts(manifest.data.get("counts", {})):
             raise ResumeError(f"{path}: its counts are damaged; start again with --overwrite")
         return manifest
 

@@ -24,6 +24,7 @@ from beamq.errors import ConfigError, UsageError
 from beamq.eval.compare.compare import compare
 from beamq.eval.compare.text import overlap_notes
 from beamq.formats import fp8
+from beamq.io.manifest import Manifest
 from beamq.io.shard_writer import write_json
 from beamq.model.logits import logits
 from beamq.model.observers import NullObserver
@@ -234,7 +235,8 @@ def test_text_that_was_calibrated_on_is_told() -> None:
         entry = {"digest": digest, "sources": [{"digest": source, "kind": kind}]}
         return {"input_scales": {"data": [entry]}}
 
-    def note(manifest: dict[str, Any] | None) -> str:
+    def note(data: dict[str, Any] | None) -> str:
+        manifest = None if data is None else Manifest.parse(data)
         return " ".join(overlap_notes(manifest, evaluated))
 
     assert note(None) == note({"input_scales": {"description": "constant"}}) == ""

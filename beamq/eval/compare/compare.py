@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.calib.setup import DTYPES, choose_device
-from beamq.errors import CheckpointError, UsageError
+from beamq.errors import UsageError
 from beamq.eval.compare.findings import Findings, limits_for
 from beamq.eval.compare.footprint import Footprint, footprint, newly_fitting, stored_units
 from beamq.eval.compare.read_checksums import ReadSums, changed_files
@@ -38,11 +38,10 @@ from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
 from beamq.eval.compare.verdict import judge, listed
 from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.files import read_json_object, user_path
+from beamq.io.files import user_path
 from beamq.io.journal import refuse_unfinished
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import Manifest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
-from beamq.io.source import MAX_INDEX_BYTES
 from beamq.model.gemm.select import select_gemm
 from beamq.ranks import Ranks, current_ranks
 from beamq.version import __version__
@@ -58,7 +57,7 @@ class _Opened:
 
     checkpoint: Checkpoint
     inspection: Inspection
-    manifest: Mapping[str, Any] | None
+    manifest: Manifest | None
     footprint: Footprint
     model: ComparedModel
 
@@ -197,7 +196,7 @@ def _open(path: str | Path, checkpoint: Checkpoint, name: str) -> _Opened:
     return _Opened(
         checkpoint=checkpoint,
         inspection=inspection,
-        manifest=_manifest(checkpoint),
+        manifest=Manifest.of(checkpoint.source),
         footprint=size,
         model=ComparedModel(
             name=name,
@@ -207,12 +206,6 @@ def _open(path: str | Path, checkpoint: Checkpoint, name: str) -> _Opened:
             footprint=size,
         ),
     )
-
-
-def _manifest(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    if not checkpoint.source.has(MANIFEST_NAME):
-        return None
-    return read_json_object(checkpoint.source.path(MANIFEST_NAME), CheckpointError, MAX_INDEX_BYTES)
 
 
 def _candidate(

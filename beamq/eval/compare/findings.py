@@ -11,14 +11,14 @@ in the order in which one process meets them. A tensor is damaged if any rank ha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from beamq.beam.tensors import Role, classify
 from beamq.errors import RecipeError
 from beamq.eval.compare.metrics import Divergence, Estimate, LayerError, RouteRecorder, TokenScores
 from beamq.eval.compare.weight_error import WeightError
+from beamq.io.manifest import Manifest
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 
@@ -120,14 +120,12 @@ class Limits:
     bounds: Bounds
 
 
-def limits_for(
-    manifest: Mapping[str, Any] | None, fmt: str | None, units: frozenset[Unit]
-) -> Limits:
+def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit]) -> Limits:
     """By beamq.json's recipe, else by what is stored in `fmt`. Unquantized: no limits."""
     if fmt is None:
         return Limits(recipe=None, bounds=Bounds())
-    named = (manifest or {}).get("recipe")
-    if isinstance(named, Mapping):
+    named = None if manifest is None else manifest.recipe
+    if named is not None:
         name = str(named.get("name"))
         if name in BUILT_IN:
             return Limits(recipe=name, bounds=load_recipe(name).bounds)

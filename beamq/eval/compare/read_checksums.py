@@ -8,15 +8,13 @@ loader looks up by themselves, are not seen.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from beamq.errors import BeamqError
-from beamq.eval.verify.folder import HF_QUANT_NAME, listed_shards
+from beamq.eval.verify.folder import HF_QUANT_NAME
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.manifest import file_checksum, new_checksum
+from beamq.io.manifest import Manifest, file_checksum, new_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.io.source import INDEX_NAME
 
@@ -26,15 +24,13 @@ FILES = ("config.json", HF_QUANT_NAME, INDEX_NAME)
 class ReadSums:
     """Its `tap` is a loader's (`model.fill.Tap`); `damaged` is complete when all was read."""
 
-    def __init__(self, manifest: Mapping[str, Any] | None) -> None:
-        """Without a manifest, or one whose algorithm is not here, nothing is held against it."""
-        self._algorithm = str((manifest or {}).get("checksum"))
-        self._recorded: dict[str, str] = {}
+    def __init__(self, manifest: Manifest | None) -> None:
+        """Without a manifest, or with one whose algorithm is unknown, nothing is checked."""
+        self._algorithm = "" if manifest is None else manifest.algorithm
+        self._recorded = {} if manifest is None else manifest.tensors
         self._damaged: set[str] = set()
         self._lock = threading.Lock()
         self.fault: str | None = None
-        for shard in (listed_shards(dict(manifest)) or {}).values() if manifest else ():
-            self._recorded.update(shard["tensors"])
         try:
             if self._recorded:
                 new_checksum(self._algorithm)
@@ -58,18 +54,16 @@ class ReadSums:
         return tuple(sorted(self._damaged))
 
 
-def changed_files(checkpoint: Checkpoint, manifest: Mapping[str, Any] | None) -> list[str]:
+def changed_files(checkpoint: Checkpoint, manifest: Manifest | None) -> list[str]:
     """Configs and index that are not those beamq.json has the checksum of."""
-    listed = (manifest or {}).get("files")
-    if not isinstance(listed, Mapping):
+    if manifest is None or manifest.files is None:
         return []
-    algorithm = str((manifest or {}).get("checksum"))
-    found = []
+    listed, found = manifest.files, []
     for name in FILES:
         if name not in listed or not checkpoint.source.has(name):
             continue
         try:
-            same = file_checksum(checkpoint.source.path(name), algorithm) == listed[name]
+            same = file_checksum(checkpoint.source.path(name), manifest.algorithm) == listed[name]
         except BeamqError:  # an algorithm that is not here: `ReadSums.fault` says so
             continue
         if not same:

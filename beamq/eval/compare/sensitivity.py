@@ -32,16 +32,14 @@ from numpy.typing import NDArray
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.calib.setup import DTYPES
-from beamq.errors import CheckpointError, RecipeError, TensorError, UsageError
+from beamq.errors import RecipeError, TensorError, UsageError
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.side_by_side import StreamOptions, expect_alike
 from beamq.eval.compare.text import read_text
 from beamq.eval.verify.inspect import role_of
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.files import read_json_object
-from beamq.io.manifest import MANIFEST_NAME
-from beamq.io.source import MAX_INDEX_BYTES
+from beamq.io.manifest import Manifest
 from beamq.model.attention import SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head_logits
@@ -320,12 +318,12 @@ def sensitivity(
         on_start()
         scores = _Branches(base, other, config, units, text.ids_BT, options).run(progress)
         sizes = _unit_nbytes(base, units), _unit_nbytes(other, units)
-        manifest = _manifest(other)
+        manifest = Manifest.of(other.source)
     return Sensitivity(
         source=base.label,
         checkpoint=other.label,
         format=str(fmt),
-        recipe=manifest.get("recipe") if manifest else None,
+        recipe=None if manifest is None else manifest.recipe,
         parts=tuple(
             PartLoss(
                 layer=layer,
@@ -461,9 +459,3 @@ def _unit_nbytes(checkpoint: Checkpoint, units: frozenset[Unit]) -> dict[Unit, i
         if role.layer is not None and role.role in QUANTIZABLE and (role.layer, role.role) in sizes:
             sizes[role.layer, role.role] += spec.nbytes
     return sizes
-
-
-def _manifest(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    if not checkpoint.source.has(MANIFEST_NAME):
-        return None
-    return read_json_object(checkpoint.source.path(MANIFEST_NAME), CheckpointError, MAX_INDEX_BYTES)

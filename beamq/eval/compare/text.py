@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from beamq.calib.data import CalibrationData, default_text, ids_digest, load_calibration_data
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.manifest import Manifest
 
 DEFAULT_KIND = "standard library"
 
@@ -68,10 +69,9 @@ def given_text(input_ids: NDArray[np.int64]) -> Text:
     return Text(ids_BT=ids_BT, record=record)
 
 
-def overlap_notes(manifest: Mapping[str, Any] | None, record: Mapping[str, Any]) -> list[str]:
+def overlap_notes(manifest: Manifest | None, record: Mapping[str, Any]) -> list[str]:
     """Whether a candidate was calibrated on the text it is judged by, by digests."""
-    scales = (manifest or {}).get("input_scales")
-    entries = _objects(scales.get("data") if isinstance(scales, Mapping) else None)
+    entries = _objects(None if manifest is None else manifest.input_scales.get("data"))
     if not entries:
         return []
     theirs = [source for entry in entries for source in _objects(entry.get("sources"))]

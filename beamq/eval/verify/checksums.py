@@ -13,25 +13,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from beamq.errors import BeamqError, EnvironmentFault
 from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.folder import Folder, listed_shards
+from beamq.eval.verify.folder import Folder
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.manifest import (
-    DEFAULT_ALGORITHM,
-    MANIFEST_NAME,
-    file_checksum,
-    new_checksum,
-    seal_of,
-    shard_digest,
-)
+from beamq.io.manifest import MANIFEST_NAME, Manifest, file_checksum, new_checksum, shard_digest
 from beamq.io.safetensors_header import TensorSpec
 from beamq.ranks import Ranks, stretch
 
@@ -109,37 +102,33 @@ class Readers:
 
 RUN_BYTES = 4 << 20
 NOT_WRITTEN = "its bytes are not those that were written"
-Listed = Mapping[str, Mapping[str, Any]]
-Listing = tuple[Listed | None, str]
-"""beamq.json's shards with their checksums (None where they are no use), and the algorithm."""
 
 
-def listed_sums(folder: Folder, ledger: Ledger) -> Listing:
-    """What beamq.json lists; the files beside the shards are compared with it here and now."""
-    manifest = folder.manifest or {}
-    listed = listed_shards(manifest) if manifest else None
-    algorithm = str(manifest.get("checksum"))
-    reason = None if listed else "no usable beamq.json; see manifest.present"
-    try:
-        new_checksum(algorithm if listed else DEFAULT_ALGORITHM)
-    except BeamqError as fault:
-        reason = str(fault)
-    if reason is None:
-        check_files(folder, algorithm, ledger)
-        return listed, algorithm
+def usable_manifest(folder: Folder, ledger: Ledger) -> Manifest | None:
+    """The manifest if its checksums can be compared; those of the other files are, here and now."""
+    manifest = folder.manifest
+    if manifest is not None and manifest.shards:
+        try:
+            new_checksum(manifest.algorithm)
+        except BeamqError as fault:
+            reason = str(fault)
+        else:
+            check_files(folder.root, manifest, ledger)
+            return manifest
+    else:
+        reason = "no usable beamq.json; see manifest.present"
     for name in ("checksums.tensors", "checksums.shards", "checksums.files"):
         ledger.skip(name, reason)
-    return None, DEFAULT_ALGORITHM
+    return None
 
 
-def check_files(folder: Folder, algorithm: str, ledger: Ledger) -> None:
+def check_files(root: Path, manifest: Manifest, ledger: Ledger) -> None:
     """Every file but the shards, against beamq.json, and beamq.json against itself."""
-    manifest = folder.manifest or {}
-    listed, name = manifest.get("files"), "checksums.files"
-    if not isinstance(listed, dict):
+    listed, name = manifest.files, "checksums.files"
+    if listed is None:
         ledger.skip(name, "beamq.json lists no files: of an earlier version")
         return
-    if manifest.get("seal") != seal_of(manifest):
+    if not manifest.sealed:
         ledger.fault(name, MANIFEST_NAME, NOT_WRITTEN)
     ledger.examined(name, len(listed) + 1, "files")
     for file, digest in listed.items():
@@ -148,9 +137,9 @@ def check_files(folder: Folder, algorithm: str, ledger: Ledger) -> None:
             ledger.fault(name, MANIFEST_NAME, f"names {file[:80]!r}, outside the folder")
             continue
         try:
-            found = file_checksum(folder.root / file, algorithm)
+            found = file_checksum(root / file, manifest.algorithm)
         except BeamqError as fault:
-            ledger.fault(name, file, str(fault).removeprefix(f"{folder.root / file}: "))
+            ledger.fault(name, file, str(fault).removeprefix(f"{root / file}: "))
             continue
         if found != digest:
             ledger.fault(name, file, NOT_WRITTEN)
@@ -205,8 +194,7 @@ class SumReader:
 def check_sums(
     checkpoint: Checkpoint,
     folder: Folder,
-    listed: Listed,
-    algorithm: str,
+    manifest: Manifest,
     ledger: Ledger,
     readers: Readers,
 ) -> int:
@@ -214,12 +202,13 @@ def check_sums(
     runs = list(_runs(folder))
     sizes = [sum(spec.nbytes for spec in run) for run in runs]
     found: dict[str, str] = {}
-    for sums in readers.read(runs, sizes, SumReader(checkpoint, algorithm).sums):
+    for sums in readers.read(runs, sizes, SumReader(checkpoint, manifest.algorithm).sums):
         found.update(sums)
+    listed = manifest.shards or {}
     for shard, specs in folder.shards.items():
         if shard not in listed:
             continue  # a finding of manifest.present
-        tensors = listed[shard]["tensors"]
+        tensors = listed[shard].tensors
         ledger.examined("checksums.tensors", len(specs), "tensors")
         for spec in specs:
             if found[spec.name] != tensors.get(spec.name):
@@ -227,8 +216,8 @@ def check_sums(
         ledger.examined("checksums.shards", 1, "shards")
         head = read_head(folder.root / shard)
         if (
-            shard_digest(head, (found[spec.name] for spec in specs), algorithm)
-            != (listed[shard]["digest"])
+            shard_digest(head, (found[spec.name] for spec in specs), manifest.algorithm)
+            != listed[shard].digest
         ):
             ledger.fault("checksums.shards", shard, NOT_WRITTEN)
     return sum(sizes)

@@ -33,7 +33,7 @@ from beamq.errors import CheckpointError
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import read_json_object
-from beamq.io.manifest import MANIFEST_NAME, is_digest
+from beamq.io.manifest import MANIFEST_FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.source import (
     INDEX_NAME,
@@ -47,7 +47,6 @@ from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import is_quantized, packed_part
 
 HF_QUANT_NAME = "hf_quant_config.json"
-MANIFEST_FORMAT = 1
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|ckpt|h5|msgpack|partial)")
 SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -63,7 +62,7 @@ class Folder:
     raw_config: dict[str, Any]
     config: BeamConfig
     hf_quant_config: dict[str, Any] | None
-    manifest: dict[str, Any] | None
+    manifest: Manifest | None
     index: dict[str, Any] | None
     shards: dict[str, tuple[TensorSpec, ...]] = field(repr=False)
     tensors: dict[str, TensorSpec] = field(repr=False)
@@ -95,12 +94,13 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
                 )
             tensors[spec.name] = spec
     hf_quant_config = optional_json(root / HF_QUANT_NAME, "config.agreement", ledger)
+    made = optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_MANIFEST_BYTES)
     folder = Folder(
         root=root,
         raw_config=raw_config,
         config=config,
         hf_quant_config=hf_quant_config,
-        manifest=optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_INDEX_BYTES),
+        manifest=None if made is None else Manifest.parse(made),
         index=index,
         shards=shards,
         tensors=tensors,
@@ -243,10 +243,12 @@ def _check_manifest(folder: Folder, ledger: Ledger) -> None:
         ledger.fault(name, MANIFEST_NAME, "missing: the conversion did not end, or it was lost")
         return
     ledger.examined(name, len(folder.tensors), "tensors")
-    if folder.manifest.get("format") != MANIFEST_FORMAT:
-        ledger.fault(name, MANIFEST_NAME, f"format {folder.manifest.get('format')!r}, expected 1")
+    if folder.manifest.format != MANIFEST_FORMAT:
+        ledger.fault(
+            name, MANIFEST_NAME, f"format {folder.manifest.format!r}, expected {MANIFEST_FORMAT}"
+        )
         return
-    listed = listed_shards(folder.manifest)
+    listed = folder.manifest.shards
     if listed is None:
         ledger.fault(name, MANIFEST_NAME, "its list of shards is damaged")
         return
@@ -256,30 +258,12 @@ def _check_manifest(folder: Folder, ledger: Ledger) -> None:
     for shard, specs in folder.shards.items():
         if shard not in listed:
             continue
-        stray = {spec.name for spec in specs}.symmetric_difference(listed[shard]["tensors"])
+        stray = {spec.name for spec in specs}.symmetric_difference(listed[shard].tensors)
         if stray:
             ledger.fault(name, shard, f"beamq.json and the header differ: {few(sorted(stray))}")
         size = (folder.root / shard).stat().st_size
-        if listed[shard].get("bytes") != size:
-            ledger.fault(name, shard, f"{size} bytes, beamq.json says {listed[shard].get('bytes')}")
-
-
-def listed_shards(manifest: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """beamq.json's shards by name, or None if they are not in the form that was written."""
-    shards = manifest.get("shards")
-    if not isinstance(shards, list):
-        return None
-    listed: dict[str, dict[str, Any]] = {}
-    for shard in shards:
-        if not isinstance(shard, dict) or not isinstance(shard.get("name"), str):
-            return None
-        tensors = shard.get("tensors")
-        if not is_digest(shard.get("digest")) or not isinstance(tensors, dict):
-            return None
-        if not all(is_digest(digest) for digest in tensors.values()):
-            return None
-        listed[shard["name"]] = shard
-    return listed
+        if listed[shard].nbytes != size:
+            ledger.fault(name, shard, f"{size} bytes, beamq.json says {listed[shard].nbytes}")
 
 
 # --- tensors against the config -----------------------------------------------------------

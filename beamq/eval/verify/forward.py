@@ -13,8 +13,7 @@ where the limits are 2.5 times what is expected. All weights of both models are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from numpy import int64
@@ -36,6 +35,7 @@ from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
 from beamq.eval.verify.checks import CHECKS, Ledger
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.manifest import Manifest
 from beamq.model.gemm.select import select_gemm
 from beamq.ranks import Ranks, current_ranks
 
@@ -53,7 +53,7 @@ _CHECK_OF = {
 def check_forward(
     opened: Checkpoint,
     source: Checkpoint,
-    manifest: Mapping[str, Any] | None,
+    manifest: Manifest | None,
     ledger: Ledger,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:

@@ -23,7 +23,7 @@ from beamq.io.checkpoint import open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
 from beamq.io.journal import refuse_unfinished
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
 from beamq.plan.sources import missing_tensors
@@ -77,9 +77,7 @@ def file_notes(
         yield f"pickle files, which beamq never opens: {few(pickles)}"
 
 
-def claim_notes(
-    form: str, declared: str | None, manifest: Mapping[str, Any] | None
-) -> Iterable[str]:
+def claim_notes(form: str, declared: str | None, manifest: Manifest | None) -> Iterable[str]:
     """Where config or manifest and the tensors contradict each other."""
     quantized = form in ("nvfp4", "fp8", "mixed", "other")
     if declared and not quantized:
@@ -231,7 +229,8 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
 
     index = optional(INDEX_NAME, "files.index", MAX_INDEX_BYTES)
     hf = optional(HF_QUANT_NAME, "config.agreement", MAX_CONFIG_BYTES)
-    manifest = optional(MANIFEST_NAME, "manifest.present", MAX_INDEX_BYTES)
+    data = optional(MANIFEST_NAME, "manifest.present", MAX_MANIFEST_BYTES)
+    manifest = None if data is None else Manifest.parse(data)
     shards, _ = read_shards(files, index, ledger)
     tensors = {spec.name: spec for specs in shards.values() for spec in specs}
     notes: list[str] = []
@@ -246,8 +245,7 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     notes += file_notes(files.names(), ledger, index, tensors)
     notes += claim_notes(form, declared, manifest)
     notes += tensor_notes(tensors, config, form)
-    made = manifest or {}
-    versions = made.get("versions")
+    made = manifest or Manifest.parse({})
     return Inspection(
         checkpoint=name,
         format=form,
@@ -261,10 +259,10 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
         parameters=sum(share.parameters for share in census.values()),
         quantized_parameters=sum(share.quantized for share in census.values()),
         roles=tuple(census[role].result(role) for role in Role if role in census),
-        recipe=_text(_dig(made, "recipe", "name")),
-        made_by=f"beamq {made['beamq']}" if _text(made.get("beamq")) else _producer(raw, hf),
-        input_scales=_text(_dig(made, "input_scales", "description")),
-        versions={k: str(v) for k, v in versions.items()} if isinstance(versions, dict) else {},
+        recipe=_text((made.recipe or {}).get("name")),
+        made_by=f"beamq {made.version}" if made.version else _producer(raw, hf),
+        input_scales=_text(made.input_scales.get("description")),
+        versions=made.versions,
         notes=tuple(notes),
     )
 

@@ -17,7 +17,7 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from beamq.eval.verify.checks import RoleError
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.io.manifest import new_checksum
+from beamq.io.manifest import Manifest, new_checksum
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange
@@ -208,13 +208,13 @@ LINEAR_BOUND = 0.25
 SMALLEST_SCALE = 2.0**-9  # a block scale is never less; what is far below it becomes 0
 
 
-def rounding_rule(manifest: Mapping[str, Any] | None, role: Role) -> str:
+def rounding_rule(manifest: Manifest | None, role: Role) -> str:
     """The rule that beamq.json's recipe names for linears of a role.
 
     `gptq`, the loosest, where it names none. GPTQ rounds experts only.
     """
-    recipe = (manifest or {}).get("recipe")
-    if not isinstance(recipe, Mapping):
+    recipe = None if manifest is None else manifest.recipe
+    if recipe is None:
         return "gptq"
     if recipe.get("rounding") == "gptq" and role is Role.EXPERT:
         return "gptq"
@@ -306,7 +306,7 @@ class Examiner:
         source: Readable | None,
         checksums: Mapping[str, str],
         algorithm: str,
-        manifest: Mapping[str, Any] | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         """`manifest` (beamq.json) tells by which rule codes were made (see `rounding`)."""
         self._checkpoint = checkpoint

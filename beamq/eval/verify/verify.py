@@ -25,7 +25,7 @@ from typing import Literal
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.verify.against_source import Decoded, trace_decoded, trace_source
 from beamq.eval.verify.checks import CHECKS, FP8, NVFP4, Ledger, RoleError, VerifyReport
-from beamq.eval.verify.checksums import Listing, Readers, check_sums, listed_sums, read_head
+from beamq.eval.verify.checksums import Readers, check_sums, read_head, usable_manifest
 from beamq.eval.verify.config_files import (
     check_config,
     check_engines,
@@ -39,7 +39,7 @@ from beamq.eval.verify.values import Examiner, Item, Readable, RoleTotal, plan_i
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import refuse_unfinished
-from beamq.io.manifest import MANIFEST_NAME, shard_digest
+from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest, shard_digest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.plan.sources import SourceRange
 from beamq.ranks import Ranks, cores_here, current_ranks
@@ -65,30 +65,24 @@ _VALUES_OF = {NVFP4: ("values.block-scales",), FP8: ("values.row-scales", "value
 
 
 def make_examiner(
-    opened: Checkpoint, source: Readable | None, folder: Folder, listing: Listing
+    opened: Checkpoint, source: Readable | None, folder: Folder, usable: Manifest | None
 ) -> Examiner:
-    """What looks at the items; `source` is what values are compared with."""
-    listed, algorithm = listing
-    checksums = {
-        name: digest
-        for shard in (listed or {}).values()
-        for name, digest in shard["tensors"].items()
-        if name in folder.tensors
-    }
+    """What looks at the items; `source` is what values are compared with, `usable` checksums."""
+    checksums = {} if usable is None else usable.tensors
+    algorithm = DEFAULT_ALGORITHM if usable is None else usable.algorithm
     return Examiner(opened, source, checksums, algorithm, folder.manifest)
 
 
-def check_shards(folder: Folder, listing: Listing, ledger: Ledger) -> None:
+def check_shards(folder: Folder, manifest: Manifest, ledger: Ledger) -> None:
     """Header and listed tensor checksums must add up: guards names, shapes and offsets."""
-    listed, algorithm = listing
+    listed = manifest.shards or {}
     for shard, specs in folder.shards.items():
-        if listed is None or shard not in listed:
+        if shard not in listed:
             continue
         ledger.examined("checksums.shards", 1, "shards")
-        tensors = listed[shard]["tensors"]
-        digests = [tensors.get(spec.name, "") for spec in specs]
+        digests = [listed[shard].tensors.get(spec.name, "") for spec in specs]
         head = read_head(folder.root / shard)
-        if shard_digest(head, digests, algorithm) != listed[shard]["digest"]:
+        if shard_digest(head, digests, manifest.algorithm) != listed[shard].digest:
             ledger.fault("checksums.shards", shard, "header or tensor list is not what was written")
 
 
@@ -259,7 +253,7 @@ class _Pass:
             check_ignore_covers(folder, seen.format, stored, ledger)
             check_engines(folder, stored, ledger)
         every_byte = self._level != "structure"
-        listing = listed_sums(folder, ledger) if every_byte else None
+        usable = usable_manifest(folder, ledger) if every_byte else None
         values: Readable | None = None
         ranges: dict[str, SourceRange] = {}
         if self._source is not None:
@@ -271,10 +265,11 @@ class _Pass:
         if seen.opened is None:
             return seen
         check_scalars(seen.opened, inventory, ledger)
-        if listing is not None:
-            check_shards(folder, listing, ledger)
+        if usable is not None:
+            check_shards(folder, usable, ledger)
+        if every_byte:
             seen.items = plan_items(inventory, ranges)
-            seen.examiner = make_examiner(seen.opened, values, folder, listing)
+            seen.examiner = make_examiner(seen.opened, values, folder, usable)
         return seen
 
     def quick(self) -> _Found:
@@ -286,14 +281,14 @@ class _Pass:
                 ledger.fault(
                     "manifest.present", MANIFEST_NAME, "missing: there is nothing to compare with"
                 )
-            listed, algorithm = listed_sums(folder, ledger)
+            manifest = usable_manifest(folder, ledger)
             opened = self._open(folder)
         specs = () if opened is None else opened.tensors.values()
-        readable = opened is not None and listed is not None
+        readable = opened is not None and manifest is not None
         self._readers.agree(readable, ((spec.file, spec.offset, spec.nbytes) for spec in specs))
         nbytes = 0
-        if opened is not None and listed is not None:
-            nbytes = check_sums(opened, folder, listed, algorithm, ledger, self._readers)
+        if opened is not None and manifest is not None:
+            nbytes = check_sums(opened, folder, manifest, ledger, self._readers)
         fmt = str((folder.block or {}).get("quant_algo", "not looked at"))[:40]
         return _Found(format=fmt, tensors=len(folder.tensors), nbytes=nbytes)
 

@@ -21,6 +21,7 @@ from beamq.eval.compare.metrics import (
     score_base,
 )
 from beamq.eval.compare.weight_error import WeightError
+from beamq.io.manifest import Manifest
 from beamq.plan.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 
 BOUNDS = Bounds(mean_kld=0.05, same_top=0.9, router_overlap=0.9, weight_error=0.15)
@@ -95,17 +96,21 @@ def test_bounds_that_cannot_be(bounds: object) -> None:
 def test_whose_bounds() -> None:
     assert limits_for(None, None, frozenset()).recipe is None
     assert limits_for(None, "nvfp4", EXPERTS).recipe == "nvfp4"
-    assert limits_for({}, "fp8", EXPERTS).recipe == "fp8-experts"
+    assert limits_for(Manifest.parse({}), "fp8", EXPERTS).recipe == "fp8-experts"
     attention = EXPERTS | {(0, Role.ATTENTION)}
     assert limits_for(None, "nvfp4", attention).recipe == "nvfp4-all"
     assert limits_for(None, "fp8", attention).recipe == "fp8"
     named = {"recipe": {"name": "nvfp4-mlp", "bounds": {"mean_kld": 100}}}
-    assert limits_for(named, "nvfp4", EXPERTS).bounds == load_recipe("nvfp4-mlp").bounds
+    assert (
+        limits_for(Manifest.parse(named), "nvfp4", EXPERTS).bounds
+        == load_recipe("nvfp4-mlp").bounds
+    )
     own = {"name": "mine", "summary": "s", "rules": {"expert": "nvfp4"}}
-    assert limits_for({"recipe": own}, "nvfp4", EXPERTS).recipe == "nvfp4"
+    assert limits_for(Manifest.parse({"recipe": own}), "nvfp4", EXPERTS).recipe == "nvfp4"
     bounded = {"recipe": {**own, "bounds": {"mean_kld": 0.01}}}
-    assert limits_for(bounded, "nvfp4", EXPERTS).bounds == Bounds(mean_kld=0.01)
-    assert limits_for({"recipe": {**own, "bounds": 5}}, "nvfp4", EXPERTS).recipe == "nvfp4"
+    assert limits_for(Manifest.parse(bounded), "nvfp4", EXPERTS).bounds == Bounds(mean_kld=0.01)
+    broken = {"recipe": {**own, "bounds": 5}}
+    assert limits_for(Manifest.parse(broken), "nvfp4", EXPERTS).recipe == "nvfp4"
 
 
 def test_what_breaks_them() -> None:
