@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
 from beamq.model.gemm.check import backends
 from beamq.model.gemm.operands import fp8_rows
 from benchmarks.gpu_timing import machine, median_ms
@@ -47,11 +47,11 @@ def report(
 
 def fp8_dense(name: str, x: Any, w: Fp8Weight, fast: bool) -> Callable[[], torch.Tensor]:
     """Without the quantization of activations."""
-    kernel = backends()[name]
+    kernel: Any = backends(fast=fast)[name]
     if name == "cublaslt":
-        return lambda: kernel._fp8(x, w, fast)
-    one = Fp8Weight(codes=w.codes.unsqueeze(0), scale=w.scale.unsqueeze(0))
-    return lambda: kernel.grouped(x, None, one, [0, x.codes.shape[0]], fast=fast)
+        return lambda: kernel._fp8(x, w)
+    groups = Groups([0, x.codes.shape[0]])
+    return lambda: kernel.grouped(x, w.expert(None), groups)
 
 
 def dense(rows: list[dict[str, Any]], tokens: int) -> None:
@@ -105,17 +105,17 @@ def grouped(
     name: str, x: Any, w: DenseWeight | Fp8Weight, offsets: list[int], fast: bool
 ) -> Callable[[], torch.Tensor]:
     """A call of back end `name`."""
-    kernel = backends()[name]
-    return lambda: kernel.grouped(x, None, w, offsets, fast=fast)
+    kernel = backends(fast=fast)[name]
+    return lambda: kernel.grouped(x, w, Groups(offsets))
 
 
 def fp64_error(y: torch.Tensor, x: Any, w: Fp8Weight, offsets: list[int]) -> float:
     """Relative, over the rows of the busiest expert."""
     e = max(range(len(offsets) - 1), key=lambda i: offsets[i + 1] - offsets[i])
-    part = x.part(offsets[e], offsets[e + 1])
+    rows = slice(offsets[e], offsets[e + 1])
     own = w.expert(e)
-    exact = (part.codes.double() * part.scale) @ (own.codes.double() * own.scale).t()
-    got = y[offsets[e] : offsets[e + 1]].double()
+    exact = (x.codes[rows].double() * x.scale[rows]) @ (own.codes.double() * own.scale).t()
+    got = y[rows].double()
     return float((got - exact).norm() / exact.norm())
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from beamq import devices
 from beamq.beam.config import BeamConfig
-from beamq.model.gemm.backend import Gemm, LinearWeight
+from beamq.model.gemm.backend import Gemm, Groups, LinearWeight
 from beamq.model.gemm.products import CHUNK_ELEMENTS, expert_rows, part_of, swiglu
 from beamq.model.observers import Observer
 
@@ -173,14 +173,14 @@ def add_slice(
     offsets = part_of(plan.offsets, part.first, part.first + part.count)
     rows = plan.token_S[low:high]
     if shown is None:
-        y_SK = gemm.experts(x_TK, rows, part.gate_up, part.down, offsets)
+        y_SK = gemm.experts(x_TK, part.gate_up, part.down, Groups(offsets, rows))
     else:
         x_SK = x_TK.index_select(0, rows)
         shown.expert_input(layer, "gate_up", x_SK, part.first, offsets)
-        active_SI = swiglu(gemm.grouped(x_SK, None, part.gate_up, offsets))
+        active_SI = swiglu(gemm.grouped(x_SK, part.gate_up, Groups(offsets)))
         del x_SK
         shown.expert_input(layer, "down_proj", active_SI, part.first, offsets)
-        y_SK = gemm.grouped(active_SI, None, part.down, offsets)
+        y_SK = gemm.grouped(active_SI, part.down, Groups(offsets))
     _accumulate(sum_TK, y_SK, plan, low, high)
 
 

@@ -6,7 +6,6 @@ ones; most of the first is the rounding to BF16, which both sides share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ import torch
 
 from beamq import quantize
 from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight
-from beamq.model.gemm.products import swiglu
+from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
 from beamq.model.logits import logits
@@ -32,7 +30,7 @@ def hopper(cuda: torch.device) -> None:
         pytest.skip("torch's CUTLASS FP8 kernels are for sm_90")
 
 
-class Witness:
+class Witness(Gemm):
     """A `Gemm` that multiplies by another, and keeps how far each product is from the emulation."""
 
     def __init__(self, name: str) -> None:
@@ -43,26 +41,9 @@ class Witness:
         y_TN = self._chosen.linear(x_TK, weight)
         return self._kept(y_TN, self._emulation.linear(x_TK, weight), weight)
 
-    def grouped(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        y_SN = self._chosen.grouped(x_TK, rows, weight, offsets)
-        return self._kept(y_SN, self._emulation.grouped(x_TK, rows, weight, offsets), weight)
-
-    def experts(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        active_SI = swiglu(self.grouped(x_TK, rows, gate_up, offsets))
-        return self.grouped(active_SI, None, down, offsets)
+    def grouped(self, x_TK: torch.Tensor, weight: LinearWeight, groups: Groups) -> torch.Tensor:
+        y_SN = self._chosen.grouped(x_TK, weight, groups)
+        return self._kept(y_SN, self._emulation.grouped(x_TK, weight, groups), weight)
 
     def _kept(self, y: torch.Tensor, emulated: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         if not isinstance(weight, DenseWeight):

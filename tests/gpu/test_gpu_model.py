@@ -14,7 +14,7 @@ from beamq.formats import fp8
 from beamq.model import attention
 from beamq.model.attention import AttentionWeights, SequenceLayout, position_table
 from beamq.model.gemm import check
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
 from beamq.model.gemm.select import expert_range, select_gemm
 from beamq.model.gemm.triton_gemm import Triton
 from beamq.model.layer import LayerWeights, SparseMlp, decoder_layer, residual_add
@@ -78,7 +78,7 @@ def test_fp8_experts_against_fp64(cuda: torch.device, name: str, fast: bool) -> 
         ]
     )
     weight = Fp8Weight(codes=codes.to(cuda), scale=scale.to(cuda))
-    got = select_gemm(name + ("+fast" if fast else "")).grouped(x.to(cuda), None, weight, OFFSETS)
+    got = select_gemm(name + ("+fast" if fast else "")).grouped(x.to(cuda), weight, Groups(OFFSETS))
     assert relative(got, exact) < (5e-3 if fast else 2e-3)
 
 

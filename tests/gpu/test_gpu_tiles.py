@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from beamq.formats import fp8
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
 from beamq.model.gemm.products import ExpertRows, expert_rows
 from beamq.model.gemm.select import select_gemm
 
@@ -60,7 +60,7 @@ def test_products_do_not_depend_on_who_knows_the_offsets(
     sorted_S = choices(name)
     x = torch.randn(len(sorted_S), k).bfloat16().to(cuda)
     outputs = [
-        select_gemm(gemm).experts(x, None, weights[0], weights[1], offsets)
+        select_gemm(gemm).experts(x, weights[0], weights[1], Groups(offsets))
         for offsets in (expert_rows(sorted_S.to(cuda), EXPERTS), expert_rows(sorted_S, EXPERTS))
     ]
     assert torch.equal(outputs[0], outputs[1])

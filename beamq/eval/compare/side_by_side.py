@@ -50,8 +50,8 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.model.attention import SequenceLayout
 from beamq.model.expert_parallel import exchange_for
 from beamq.model.forward import Batch, LayerPass
-from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight
-from beamq.model.gemm.products import product, swiglu
+from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
+from beamq.model.gemm.products import product
 from beamq.model.gemm.reference import ReferenceGemm, quantize_input
 from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
@@ -81,7 +81,7 @@ class ServedWeight(DenseWeight):
 _EXACT = ReferenceGemm()
 
 
-class ActivationsOnlyGemm:
+class ActivationsOnlyGemm(Gemm):
     """A `Gemm` that quantizes the inputs of `ServedWeight`s and nothing else."""
 
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -90,29 +90,11 @@ class ActivationsOnlyGemm:
             return product(_served(x_TK, weight), weight.w_NK)
         return _EXACT.linear(x_TK, weight)
 
-    def grouped(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
+    def grouped(self, x_TK: torch.Tensor, weight: LinearWeight, groups: Groups) -> torch.Tensor:
         """See `Gemm.grouped`."""
         if isinstance(weight, ServedWeight):
             x_TK = _served(x_TK, weight)
-        return _EXACT.grouped(x_TK, rows, weight, offsets)
-
-    def experts(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        """See `Gemm.experts`."""
-        active_SI = swiglu(self.grouped(x_TK, rows, gate_up, offsets))
-        return self.grouped(active_SI, None, down, offsets)
+        return _EXACT.grouped(x_TK, weight, groups)
 
 
 def with_served_inputs(base: LayerWeights, candidate: LayerWeights) -> LayerWeights:

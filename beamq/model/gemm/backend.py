@@ -16,13 +16,14 @@ E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from beamq.errors import TensorError
+from beamq.model.gemm.products import swiglu
 
 OPS = ("bf16-grouped", "fp8-dense", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
 
@@ -106,37 +107,41 @@ def static_scale(input_scale: torch.Tensor | None) -> torch.Tensor:
     return input_scale
 
 
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which rows each expert multiplies: rows offsets[e]:offsets[e+1] of `x[rows]`.
+
+    `offsets` has E + 1 entries and starts with 0; S = offsets[-1]. `rows` int64 [S] picks rows of
+    the activations; None takes them as they are. It is not applied in advance, so that each token
+    can be quantized once rather than once for each expert that reads it.
+    """
+
+    offsets: Sequence[int]
+    rows: torch.Tensor | None = None
+
+    def busy(self) -> Iterator[tuple[int, int, int]]:
+        """(expert, first row, end row) of the experts that have rows."""
+        for expert in range(len(self.offsets) - 1):
+            low, high = self.offsets[expert], self.offsets[expert + 1]
+            if low < high:
+                yield expert, low, high
+
+
 class Gemm(Protocol):
-    """Multiplies activations by weights of every format."""
+    """Multiplies activations by weights of every format. Products have the activations' dtype."""
 
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """y = x w^T, [T, N] in x's dtype."""
+        """y = x w^T, [T, N]."""
 
-    def grouped(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        """Expert e multiplies rows offsets[e]:offsets[e+1] of `x_TK[rows]` (None: of `x_TK`).
-
-        Returns y [S, N] in x's dtype, S = offsets[-1]. `rows` is passed separately so that an
-        implementation can quantize each token once rather than once for each expert that reads it.
-        """
+    def grouped(self, x_TK: torch.Tensor, weight: LinearWeight, groups: Groups) -> torch.Tensor:
+        """y [S, N]: each expert's rows times its matrix of the stack [E, N, K]."""
 
     def experts(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        offsets: Sequence[int],
+        self, x_TK: torch.Tensor, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> torch.Tensor:
-        """`grouped` with `gate_up`, SwiGLU, `grouped` with `down`: the whole MLP of each expert.
-
-        An implementation may bound or skip the intermediate tensors.
-        """
+        """The whole MLP of each expert: `grouped` with `gate_up`, SwiGLU, `grouped` with `down`."""
+        active_SI = swiglu(self.grouped(x_TK, gate_up, groups))
+        return self.grouped(active_SI, down, Groups(groups.offsets))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +156,6 @@ class Fp8Rows:
         wide = self.codes.shape[1] % 8 == 0
         codes = self.codes.view(torch.int64 if wide else torch.uint8).index_select(0, rows)
         return Fp8Rows(codes=codes.view(self.codes.dtype), scale=self.scale.index_select(0, rows))
-
-    def part(self, low: int, high: int) -> Fp8Rows:
-        """Rows low .. high - 1, as views."""
-        return Fp8Rows(codes=self.codes[low:high], scale=self.scale[low:high])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,12 +196,11 @@ class DeviceFacts:
 
 
 class GemmBackend(Protocol):
-    """One set of GPU kernels. Products are BF16; activations come as BF16 [T, K].
+    """One set of GPU kernels. Activations come as BF16 [T, K]; products are BF16.
 
     Every method but `refusal` may assume that `refusal` returned None for the operation, that N and
-    K are multiples of 16, and that there is at least one row. A weight of a format that `ops` does
-    not name raises `TypeError`. With `fast`, FP8 products may be added in the reduced precision of
-    the tensor cores.
+    K are multiples of 16, and that there is at least one row. Weights of a format that `ops` does
+    not name raise `TypeError`.
     """
 
     @property
@@ -222,36 +222,24 @@ class GemmBackend(Protocol):
         process's CUDA context with it, so nothing is executed to find out.
         """
 
-    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """One linear, y [T, N]."""
 
     def tokens(self, x_TK: torch.Tensor, weight: LinearWeight) -> Tokens:
-        """What can be done once for each token in front of `grouped` with `weight`."""
+        """What can be done once for each token before `grouped` with `weight`."""
 
     def grouped(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-        *,
-        fast: bool,
-        out: torch.Tensor | None = None,
+        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Products of `tokens[rows]` (None: of all tokens, already sorted by expert) with a stack
-        [E, N, K], as in `Gemm.grouped`: y [S, N], written to `out` if it is given."""
+        """y [S, N] as in `Gemm.grouped`, written to `out` if it is given."""
 
     def gated(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weights: tuple[LinearWeight, LinearWeight],
-        offsets: Sequence[int],
-        *,
-        fast: bool,
+        self, tokens: Tokens, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> Tokens:
-        """`grouped` with the first of `weights` (gate_up) and SwiGLU, in the form in which
-        `grouped` takes rows for the second (down)."""
+        """SwiGLU of `grouped` with `gate_up`, [S, I], in the form that `grouped` with `down` takes.
+
+        The rows come out sorted by expert.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

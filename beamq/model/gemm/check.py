@@ -40,6 +40,7 @@ from beamq.model.gemm.backend import (
     DeviceFacts,
     Fp8Weight,
     GemmBackend,
+    Groups,
     LinearWeight,
     Nvfp4Weight,
 )
@@ -72,9 +73,17 @@ Pair = tuple[str, str]
 """An operation and a back end's name."""
 
 
-def backends() -> dict[str, GemmBackend]:
-    """One instance of every back end, by name."""
-    every: tuple[GemmBackend, ...] = (Triton(), Cutlass(), CublasLt(), Quack())
+def backends(*, fast: bool = False) -> dict[str, GemmBackend]:
+    """One instance of every back end, by name.
+
+    With `fast`, FP8 products are added in the reduced precision of the tensor cores.
+    """
+    every: tuple[GemmBackend, ...] = (
+        Triton(fast=fast),
+        Cutlass(fast=fast),
+        CublasLt(fast=fast),
+        Quack(),
+    )
     return {backend.name: backend for backend in every}
 
 
@@ -296,7 +305,7 @@ def check_backend(op: str, backend: GemmBackend, device: torch.device) -> Backen
         if op.endswith("dense"):
             wanted = ReferenceGemm().linear(x_TK, weight)
         else:
-            wanted = ReferenceGemm().grouped(x_TK, None, weight, offsets)
+            wanted = ReferenceGemm().grouped(x_TK, weight, Groups(offsets))
         error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
         if not error < TOLERANCE:
             reason = f"differs from the emulation by {error:.1e}, more than {TOLERANCE:.0e}"
@@ -312,8 +321,8 @@ def _product(
     backend: GemmBackend, op: str, x_TK: torch.Tensor, weight: LinearWeight, offsets: list[int]
 ) -> torch.Tensor:
     if op.endswith("dense"):
-        return backend.dense(x_TK, weight, fast=False)
-    return backend.grouped(backend.tokens(x_TK, weight), None, weight, offsets, fast=False)
+        return backend.dense(x_TK, weight)
+    return backend.grouped(backend.tokens(x_TK, weight), weight, Groups(offsets))
 
 
 def random_problem(

@@ -39,6 +39,7 @@ from beamq.model.gemm.backend import (
     Fp8Rows,
     Fp8Weight,
     Gated,
+    Groups,
     LinearWeight,
     Nvfp4Weight,
     Tokens,
@@ -56,25 +57,19 @@ class _Library:
 
     swizzles: ClassVar[bool] = True
 
-    def __init__(self, calls: Any = F) -> None:
+    def __init__(self, calls: Any = F, *, fast: bool = False) -> None:
         self.calls = calls
+        self._fast = fast
 
     def tokens(self, x_TK: torch.Tensor, weight: LinearWeight) -> Tokens:
         """FP8: quantized. NVFP4 operands depend on the groups and are made by `grouped`."""
         return fp8_rows(x_TK) if isinstance(weight, Fp8Weight) else x_TK
 
     def gated(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weights: tuple[LinearWeight, LinearWeight],
-        offsets: Sequence[int],
-        *,
-        fast: bool,
+        self, tokens: Tokens, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> Tokens:
         """See `GemmBackend.gated`."""
-        gate_up, down = weights
-        gate_up_SN = self.grouped(tokens, rows, gate_up, offsets, fast=fast)
+        gate_up_SN = self.grouped(tokens, gate_up, groups)
         if isinstance(down, Fp8Weight):
             return fp8_rows(gate_up_SN, swiglu=True)
         if isinstance(down, Nvfp4Weight):
@@ -82,14 +77,7 @@ class _Library:
         return swiglu(gate_up_SN)
 
     def grouped(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-        *,
-        fast: bool,
-        out: torch.Tensor | None = None,
+        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `GemmBackend.grouped`."""
         raise NotImplementedError
@@ -111,11 +99,11 @@ class Cutlass(_Library):
             return None
         return facts.below((9, 0))
 
-    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """One linear as one group."""
-        offsets = [0, x_TK.shape[0]]
+        one_group = Groups([0, x_TK.shape[0]])
         if isinstance(weight, Fp8Weight):
-            return self.grouped(fp8_rows(x_TK), None, weight.expert(None), offsets, fast=fast)
+            return self.grouped(fp8_rows(x_TK), weight.expert(None), one_group)
         if not isinstance(weight, Nvfp4Weight):
             raise TypeError("only quantized linears are served")
         own = fp4_weight(weight)
@@ -124,23 +112,17 @@ class Cutlass(_Library):
             block_scale=own.block_scale.unsqueeze(0),
             global_scale=own.global_scale,
         )
-        return self._nvfp4(fp4_tokens(x_TK, weight.input_scale), stack, offsets)
+        return self._nvfp4(fp4_tokens(x_TK, weight.input_scale), stack, one_group.offsets)
 
     def grouped(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-        *,
-        fast: bool,
-        out: torch.Tensor | None = None,
+        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """All experts in one call."""
+        offsets = groups.offsets
         if isinstance(weight, Nvfp4Weight):
-            x = fp4_tokens(tokens, weight.input_scale, rows=rows, offsets=offsets)
+            x = fp4_tokens(tokens, weight.input_scale, groups)
             return _into(out, self._nvfp4(x, fp4_weight(weight), offsets))
-        some = take(tokens, rows)
+        some = take(tokens, groups.rows)
         if isinstance(weight, DenseWeight):
             ends = _ends(offsets, weight.w_NK.device)
             return _into(out, self.calls.grouped_mm(some, weight.w_NK.transpose(1, 2), offs=ends))
@@ -156,7 +138,7 @@ class Cutlass(_Library):
             rowwise,
             offs=_ends(offsets, weight.codes.device),
             output_dtype=torch.bfloat16,
-            use_fast_accum=fast,
+            use_fast_accum=self._fast,
         )
         return _into(out, y)
 
@@ -183,10 +165,10 @@ class CublasLt(_Library):
             return f"FP4 tensor cores came with sm_100; this is {facts.sm}"
         return facts.below((9, 0))
 
-    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """One linear."""
         if isinstance(weight, Fp8Weight):
-            return self._fp8(fp8_rows(x_TK), weight, fast)
+            return self._fp8(fp8_rows(x_TK), weight)
         if not isinstance(weight, Nvfp4Weight):
             raise TypeError("only quantized linears are served")
         x, w = fp4_tokens(x_TK, weight.input_scale), fp4_weight(weight)
@@ -199,30 +181,22 @@ class CublasLt(_Library):
         return y
 
     def grouped(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-        *,
-        fast: bool,
-        out: torch.Tensor | None = None,
+        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Expert by expert."""
-        x = take(tokens, rows)
+        x = take(tokens, groups.rows)
         if not (isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight)):
             raise TypeError("only FP8 experts are served")
         if out is None:
-            out = x.scale.new_empty(offsets[-1], weight.codes.shape[1], dtype=torch.bfloat16)
-        for expert in range(len(offsets) - 1):
-            low, high = offsets[expert], offsets[expert + 1]
-            if low < high:
-                # cuBLASLt wants scales to start at a multiple of 16 bytes, so they are copied.
-                part = Fp8Rows(codes=x.codes[low:high], scale=x.scale[low:high].clone())
-                out[low:high] = self._fp8(part, weight.expert(expert), fast)
+            shape = (groups.offsets[-1], weight.codes.shape[1])
+            out = x.scale.new_empty(shape, dtype=torch.bfloat16)
+        for expert, low, high in groups.busy():
+            # cuBLASLt wants scales to start at a multiple of 16 bytes, so they are copied.
+            part = Fp8Rows(codes=x.codes[low:high], scale=x.scale[low:high].clone())
+            out[low:high] = self._fp8(part, weight.expert(expert))
         return out
 
-    def _fp8(self, x: Fp8Rows, w: Fp8Weight, fast: bool) -> torch.Tensor:
+    def _fp8(self, x: Fp8Rows, w: Fp8Weight) -> torch.Tensor:
         rowwise = F.ScalingType.RowWise
         y: torch.Tensor = self.calls.scaled_mm(
             x.codes,
@@ -232,7 +206,7 @@ class CublasLt(_Library):
             w.scale.t(),
             rowwise,
             output_dtype=torch.bfloat16,
-            use_fast_accum=fast,
+            use_fast_accum=self._fast,
         )
         return y
 
@@ -244,7 +218,7 @@ class Quack(_Library):
     ops: ClassVar[tuple[str, ...]] = ("nvfp4-dense", "nvfp4-grouped")
 
     def __init__(self, calls: Any = None) -> None:
-        super().__init__(calls)
+        super().__init__(calls)  # None: quack's, imported at the first product
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
         """See `GemmBackend.refusal`."""
@@ -258,7 +232,7 @@ class Quack(_Library):
             return f"quack-kernels is {facts.quack}, needs {LEAST_QUACK} or later: {INSTALL_QUACK}"
         return None
 
-    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """One linear."""
         if not isinstance(weight, Nvfp4Weight):
             raise TypeError("only NVFP4 linears are served")
@@ -267,28 +241,18 @@ class Quack(_Library):
         return y_TN
 
     def grouped(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-        *,
-        fast: bool,
-        out: torch.Tensor | None = None,
+        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Expert by expert: a call takes one global scale for each side."""
         if not isinstance(weight, Nvfp4Weight):
             raise TypeError("only NVFP4 experts are served")
-        x = fp4_tokens(tokens, weight.input_scale, rows=rows, offsets=offsets)
+        x = fp4_tokens(tokens, weight.input_scale, groups)
         w = fp4_weight(weight)
         if out is None:
-            shape = (offsets[-1], weight.codes.shape[1])
+            shape = (groups.offsets[-1], weight.codes.shape[1])
             out = torch.empty(shape, dtype=torch.bfloat16, device=x.codes.device)
         start = 0  # of the expert's rows of scales, which are padded to whole tiles
-        for expert in range(len(offsets) - 1):
-            low, high = offsets[expert], offsets[expert + 1]
-            if low == high:
-                continue
+        for expert, low, high in groups.busy():
             end = start + round_up(high - low, ROWS)
             some = Fp4Operand(
                 codes=x.codes[low:high],

@@ -13,7 +13,6 @@ use and lives as long as the weight does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,7 @@ from beamq import devices
 from beamq.errors import TensorError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.nvfp4 import QuantizedTensor, padded_rows, round_up, swizzle
-from beamq.model.gemm.backend import Fp8Rows, Gated, Nvfp4Weight, Tokens, static_scale
+from beamq.model.gemm.backend import Fp8Rows, Gated, Groups, Nvfp4Weight, Tokens, static_scale
 from beamq.model.gemm.products import swiglu as plain_swiglu
 
 
@@ -59,26 +58,23 @@ class Fp4Operand:
 
 
 def fp4_tokens(
-    tokens: Tokens,
-    input_scale: torch.Tensor | None,
-    *,
-    rows: torch.Tensor | None = None,
-    offsets: Sequence[int] | None = None,
+    tokens: Tokens, input_scale: torch.Tensor | None, groups: Groups | None = None
 ) -> Fp4Operand:
-    """Quantize `tokens[rows]` (or SwiGLU of them, if they are `Gated`) for one linear, or for
-    groups of rows if `offsets` are given.
+    """Quantize tokens for one linear, or `tokens[groups.rows]` for a stack of experts.
 
-    Raises `TensorError` for weights that came without an `input_scale`.
+    SwiGLU is applied to `Gated` tokens first. With `groups`, each expert's block scales start at a
+    multiple of 128 rows. Raises `TensorError` if `input_scale` is None.
     """
     if isinstance(tokens, Fp8Rows):
-        raise TypeError("FP8 tokens in front of NVFP4 weights")
+        raise TypeError("FP8 tokens given for NVFP4 weights")
     swiglu = isinstance(tokens, Gated)
     x_TK = tokens.gate_up_SN if isinstance(tokens, Gated) else tokens
     input_scale = static_scale(input_scale)
+    rows = None if groups is None else groups.rows
     count = x_TK.shape[0] if rows is None else rows.numel()
     placed, padded = None, round_up(count, 128)
-    if offsets is not None:
-        placed, padded = padded_rows(offsets)
+    if groups is not None:
+        placed, padded = padded_rows(groups.offsets)
         placed = placed.to(x_TK.device)
     if devices.serves(x_TK):
         from beamq.formats.kernels import gpu  # Triton

@@ -1,4 +1,4 @@
-"""Weights of linears in any format, and the reference GEMM that emulates each format exactly.
+"""The reference GEMM: emulates every format exactly, in plain torch, on any device.
 
 In: activations `x_TK` in the activation dtype and a weight. Out: `y_TN` in the same dtype.
 
@@ -15,16 +15,15 @@ order of FP32 sums. Folding a global scale into the operand would lose that; not
 On a CPU the operands are decoded to FP32 (its BF16 GEMM would round the sum before the scales);
 on CUDA to BF16 with an FP32 result.
 
-Expert weights carry a leading axis: codes [E, N, K] and so on; all experts of a layer share one
-`input_scale`, as the serving engines reduce them to their maximum.
+All experts of a layer share one `input_scale`, the maximum over them, as the serving engines do.
 
-`Gemm` is what other back ends implement; `select_gemm` names them. Weights are decoded at
-every call and never cached: memory stays that of the stored format.
+Limits: weights are decoded at every call and never cached, so memory stays that of the stored
+format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +34,13 @@ from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, E4M3_MIN, NVFP4_BLOCK, e2
 from beamq.model.gemm.backend import (
     DenseWeight,
     Fp8Weight,
+    Gemm,
+    Groups,
     LinearWeight,
     Nvfp4Weight,
     static_scale,
 )
-from beamq.model.gemm.products import product, swiglu, widens
+from beamq.model.gemm.products import product, widens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class QuantizedInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceGemm:
+class ReferenceGemm(Gemm):
     """Exact emulation in plain torch.
 
     Without `quantize_activations`, activations stay as they are (W4A16, W8A16) and weights are
@@ -76,14 +77,9 @@ class ReferenceGemm:
             return product(x_TK, decode(weight, x_TK.dtype))
         return _multiply(quantize_input(x_TK, weight), weight, x_TK.dtype)
 
-    def grouped(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
+    def grouped(self, x_TK: torch.Tensor, weight: LinearWeight, groups: Groups) -> torch.Tensor:
         """See `Gemm.grouped`. A loop over the experts that have rows, unless one call serves."""
+        offsets, rows = groups.offsets, groups.rows
         if isinstance(weight, DenseWeight) and _grouped_mm_serves(x_TK, weight.w_NK, offsets):
             x_SK = x_TK if rows is None else x_TK.index_select(0, rows)
             ends = torch.tensor(offsets[1:], dtype=torch.int32).to(x_TK.device)
@@ -92,7 +88,7 @@ class ReferenceGemm:
         emulated = None
         if not isinstance(weight, DenseWeight) and self.quantize_activations:
             emulated = quantize_input(x_TK, weight)
-        for expert, low, high in _busy(offsets):
+        for expert, low, high in groups.busy():
             some = slice(low, high) if rows is None else rows[low:high]
             own = weight.expert(expert)
             if emulated is None or isinstance(own, DenseWeight):
@@ -100,18 +96,6 @@ class ReferenceGemm:
             else:
                 y_SN[low:high] = _multiply(emulated.take(some), own, x_TK.dtype)
         return y_SN
-
-    def experts(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
-        """See `Gemm.experts`."""
-        active_SI = swiglu(self.grouped(x_TK, rows, gate_up, offsets))
-        return self.grouped(active_SI, None, down, offsets)
 
 
 def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> QuantizedInput:
@@ -186,13 +170,6 @@ def _multiply(
 
 def _operand_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, end row) of the experts that have rows."""
-    for expert in range(len(offsets) - 1):
-        if offsets[expert + 1] > offsets[expert]:
-            yield expert, offsets[expert], offsets[expert + 1]
 
 
 def _grouped_mm_serves(x_TK: torch.Tensor, w_ENK: torch.Tensor, offsets: Sequence[int]) -> bool:

@@ -31,6 +31,7 @@ from beamq.model.gemm.backend import (
     Fp8Weight,
     Gemm,
     GemmBackend,
+    Groups,
     LinearWeight,
     Nvfp4Weight,
 )
@@ -48,7 +49,7 @@ _BY_NAME: dict[str, Gemm] = {
     "weights-only": ReferenceGemm(quantize_activations=False),
 }
 _SELECTED = ("auto", *backends())
-_FORMATS = {DenseWeight: "bf16", Fp8Weight: "fp8", Nvfp4Weight: "nvfp4"}
+_FORMATS = {Fp8Weight: "fp8", Nvfp4Weight: "nvfp4"}
 
 
 def select_gemm(name: str) -> Gemm:
@@ -60,21 +61,20 @@ def select_gemm(name: str) -> Gemm:
         return _BY_NAME[name]
     plain = name.removesuffix(FAST)
     if plain in _SELECTED:
-        return SelectedGemm(name=plain, fast=name.endswith(FAST))
+        return SelectedGemm(name=plain, backends=backends(fast=name.endswith(FAST)))
     names = ", ".join(sorted([*_BY_NAME, *_SELECTED]))
     raise UsageError(f"gemm {name!r} is unknown, expected one of: {names}")
 
 
 @dataclass(slots=True, kw_only=True)
-class SelectedGemm:
+class SelectedGemm(Gemm):
     """A `Gemm` that sends each operation to one of `backends`, or to the reference.
 
     `choices` remembers the back end's name by operation and device.
     """
 
     name: str
-    fast: bool = False
-    backends: Mapping[str, GemmBackend] = field(default_factory=backends)
+    backends: Mapping[str, GemmBackend]
     choices: dict[tuple[str, torch.device], str] = field(default_factory=dict)
 
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -84,35 +84,24 @@ class SelectedGemm:
             backend = self._backend("dense", x_TK, weight, x_TK.shape[0])
         if backend is None:
             return _REFERENCE.linear(x_TK, weight)
-        return backend.dense(x_TK, weight, fast=self.fast)
+        return backend.dense(x_TK, weight)
 
-    def grouped(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-    ) -> torch.Tensor:
+    def grouped(self, x_TK: torch.Tensor, weight: LinearWeight, groups: Groups) -> torch.Tensor:
         """See `Gemm.grouped`."""
-        backend = self._backend("grouped", x_TK, weight, offsets[-1])
+        backend = self._backend("grouped", x_TK, weight, groups.offsets[-1])
         if backend is None:
-            return _REFERENCE.grouped(x_TK, rows, weight, offsets)
-        tokens = backend.tokens(x_TK, weight)
-        return backend.grouped(tokens, rows, weight, offsets, fast=self.fast)
+            return _REFERENCE.grouped(x_TK, weight, groups)
+        return backend.grouped(backend.tokens(x_TK, weight), weight, groups)
 
     def experts(
-        self,
-        x_TK: torch.Tensor,
-        rows: torch.Tensor | None,
-        gate_up: LinearWeight,
-        down: LinearWeight,
-        offsets: Sequence[int],
+        self, x_TK: torch.Tensor, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> torch.Tensor:
         """See `Gemm.experts`."""
+        offsets, rows = groups.offsets, groups.rows
         backend = self._backend("grouped", x_TK, gate_up, offsets[-1])
         other = self._backend("grouped", x_TK, down, offsets[-1])
         if backend is None or other is None or other.name != backend.name:
-            return _REFERENCE.experts(x_TK, rows, gate_up, down, offsets)
+            return _REFERENCE.experts(x_TK, gate_up, down, groups)
         y_SK = x_TK.new_empty(offsets[-1], down.stored.shape[1])
         tokens = backend.tokens(x_TK, gate_up)
         if rows is None:
@@ -121,8 +110,8 @@ class SelectedGemm:
             low, high = offsets[first], offsets[last]
             part = part_of(offsets, first, last)
             wide, narrow = (expert_range(backend, w, first, last) for w in (gate_up, down))
-            active = backend.gated(tokens, rows[low:high], (wide, narrow), part, fast=self.fast)
-            backend.grouped(active, None, narrow, part, fast=self.fast, out=y_SK[low:high])
+            active = backend.gated(tokens, wide, narrow, Groups(part, rows[low:high]))
+            backend.grouped(active, narrow, Groups(part), out=y_SK[low:high])
             del active  # before the next range's, or two would be alive
         return y_SK
 
@@ -132,7 +121,7 @@ class SelectedGemm:
         """What serves a product of `rows` rows; None for the reference. Raises `DeviceError`."""
         if not rows or not _fits(x_TK, weight):
             return None
-        op, device = f"{_FORMATS[type(weight)]}-{kind}", x_TK.device
+        op, device = f"{_FORMATS.get(type(weight), 'bf16')}-{kind}", x_TK.device
         if (op, device) not in self.choices:
             self.choices[op, device] = self._choose(op, device)
         return self.backends.get(self.choices[op, device])

@@ -20,6 +20,7 @@ from beamq.model.gemm.backend import (
     DeviceFacts,
     Fp8Rows,
     Fp8Weight,
+    Groups,
     LinearWeight,
     Nvfp4Weight,
     Tokens,
@@ -37,14 +38,23 @@ class Triton:
 
     name: ClassVar[str] = "triton"
     ops: ClassVar[tuple[str, ...]] = ("bf16-grouped", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
-
     swizzles: ClassVar[bool] = False
+
+    def __init__(self, *, fast: bool = False) -> None:
+        self._fast = fast
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
         """See `GemmBackend.refusal`."""
         if facts.kind == "cuda" and facts.triton is None:
             return "Triton is not installed"
         return facts.below(devices.LEAST_CAPABILITY)
+
+    def dense(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """One linear as one group."""
+        if not isinstance(weight, Nvfp4Weight):
+            raise TypeError("only NVFP4 linears are served")
+        one_group = Groups([0, x_TK.shape[0]])
+        return self.grouped(self.tokens(x_TK, weight), weight.expert(None), one_group)
 
     def tokens(self, x_TK: torch.Tensor, weight: LinearWeight) -> Tokens:
         """FP8: quantized. NVFP4: quantized and decoded again, without `input_scale`."""
@@ -55,78 +65,54 @@ class Triton:
         return x_TK
 
     def gated(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weights: tuple[LinearWeight, LinearWeight],
-        offsets: Sequence[int],
-        *,
-        fast: bool,
+        self, tokens: Tokens, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> Tokens:
         """See `GemmBackend.gated`.
 
-        SwiGLU is fused into the product, which costs nothing except in front of FP8's fast sums.
+        SwiGLU is fused into the product, except into FP8's fast sums, which are faster without.
         """
-        gate_up, down = weights
-        if not (isinstance(gate_up, Fp8Weight) and fast):
-            active_SI = self._multiply(tokens, rows, gate_up, offsets, fast=fast, swiglu=True)
-            return self.tokens(active_SI, down)
-        gate_up_SN = self.grouped(tokens, rows, gate_up, offsets, fast=fast)
+        if not (isinstance(gate_up, Fp8Weight) and self._fast):
+            return self.tokens(self._multiply(tokens, gate_up, groups, swiglu=True), down)
+        gate_up_SN = self.grouped(tokens, gate_up, groups)
         if isinstance(down, Fp8Weight):
             return fp8_rows(gate_up_SN, swiglu=True)
         return self.tokens(plain_swiglu(gate_up_SN), down)
 
-    def dense(self, x_TK: torch.Tensor, weight: LinearWeight, *, fast: bool) -> torch.Tensor:
-        """One linear as one group."""
-        if not isinstance(weight, Nvfp4Weight):
-            raise TypeError("only NVFP4 linears are served")
-        tokens, offsets = self.tokens(x_TK, weight), [0, x_TK.shape[0]]
-        return self.grouped(tokens, None, weight.expert(None), offsets, fast=fast)
-
     def grouped(
-        self,
-        tokens: Tokens,
-        rows: torch.Tensor | None,
-        weight: LinearWeight,
-        offsets: Sequence[int],
-        *,
-        fast: bool,
-        out: torch.Tensor | None = None,
+        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `GemmBackend.grouped`."""
-        return self._multiply(tokens, rows, weight, offsets, fast=fast, out=out)
+        return self._multiply(tokens, weight, groups, swiglu=False, out=out)
 
     def _multiply(
         self,
         tokens: Tokens,
-        rows: torch.Tensor | None,
         weight: LinearWeight,
-        offsets: Sequence[int],
+        groups: Groups,
         *,
-        fast: bool,
-        swiglu: bool = False,
+        swiglu: bool,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Products of `tokens[rows]`; with `swiglu`, SwiGLU of products with [gate | up]."""
-        from beamq.model.gemm.triton_grouped import grouped_gemm  # Triton may be missing
+        """`grouped`; with `swiglu`, SwiGLU of the products with [gate | up]."""
+        from beamq.model.gemm.triton_grouped import Scales, grouped_gemm  # Triton may be missing
 
-        x = take(tokens, rows)
+        x = take(tokens, groups.rows)
         if isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
+            scales = Scales(row=x.scale, column=weight.scale)
             return grouped_gemm(
                 x.codes,
                 weight.codes,
-                offsets,
-                row_scale=x.scale,
-                column_scale=weight.scale,
-                fast=fast,
+                groups.offsets,
+                scales=scales,
+                fast=self._fast,
                 swiglu=swiglu,
                 out=out,
             )
         if not isinstance(x, torch.Tensor) or isinstance(weight, Fp8Weight):
             raise TypeError("tokens were made for a weight of another format")
         if isinstance(weight, Nvfp4Weight):
-            return self._emulated(x, weight, offsets, swiglu=swiglu, out=out)
-        return grouped_gemm(x, weight.w_NK, offsets, swiglu=swiglu, out=out)
+            return self._emulated(x, weight, groups.offsets, swiglu=swiglu, out=out)
+        return grouped_gemm(x, weight.w_NK, groups.offsets, swiglu=swiglu, out=out)
 
     def _emulated(
         self,
@@ -142,15 +128,15 @@ class Triton:
         Both global scales are applied after the sum.
         """
         from beamq.formats.kernels import gpu  # Triton may be missing
-        from beamq.model.gemm.triton_grouped import grouped_gemm
+        from beamq.model.gemm.triton_grouped import Scales, grouped_gemm
 
         _, n, half = weight.codes.shape
         if out is None:
             out = operand_SK.new_empty(offsets[-1], n // 2 if swiglu else n)
         one = torch.ones((), device=operand_SK.device)
         input_scale = static_scale(weight.input_scale)
-        busy = [e for e in range(len(offsets) - 1) if offsets[e + 1] > offsets[e]]
-        step = max(1, DECODE_BYTES // (n * half * 4))  # two BF16 values for each byte of codes
+        busy = [expert for expert, _, _ in Groups(offsets).busy()]
+        step = max(1, DECODE_BYTES // (n * half * 4))  # a byte of codes gives two BF16 values
         for start in range(0, len(busy), step):
             some = busy[start : start + step]
             low, high = offsets[some[0]], offsets[some[-1] + 1]
@@ -165,7 +151,7 @@ class Triton:
                 operand_SK[low:high],
                 gpu.nvfp4_dequantize(q),
                 [*(offsets[e] - low for e in some), high - low],
-                column_scale=factor * input_scale,
+                scales=Scales(column=factor * input_scale),
                 swiglu=swiglu,
                 out=out[low:high],
             )
@@ -173,7 +159,7 @@ class Triton:
 
 
 def _experts(stack: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-    """Some experts in ascending order; a view where they are neighbours."""
+    """The chosen experts, in ascending order; a view where they are neighbours."""
     first, last = chosen[0], chosen[-1]
     if last - first + 1 == len(chosen):
         return stack[first : last + 1]

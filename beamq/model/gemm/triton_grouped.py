@@ -131,6 +131,14 @@ class TileShape:
     warps: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scales:
+    """Factors after the sum: `row` FP32 [S] or [S, 1], `column` FP32 [E, N] or [E, N, 1]."""
+
+    row: torch.Tensor | None = None
+    column: torch.Tensor | None = None
+
+
 @triton.jit
 def grouped_kernel(
     a: tl.tensor,
@@ -198,8 +206,7 @@ def grouped_gemm(
     b_ENK: torch.Tensor,
     offsets: Sequence[int],
     *,
-    row_scale: torch.Tensor | None = None,
-    column_scale: torch.Tensor | None = None,
+    scales: Scales = Scales(),
     swiglu: bool = False,
     fast: bool = False,
     out: torch.Tensor | None = None,
@@ -226,8 +233,8 @@ def grouped_gemm(
         _descriptor(a_SK, [shape.rows, shape.depth]),
         _descriptor(b_ENK.view(experts * n, k), [columns, shape.depth]),
         out,
-        out if row_scale is None else row_scale,
-        out if column_scale is None else column_scale,
+        out if scales.row is None else scales.row,
+        out if scales.column is None else scales.column,
         tiles,
         N=width,
         K=k,
@@ -235,8 +242,8 @@ def grouped_gemm(
         COLUMNS=columns,
         DEPTH=shape.depth,
         PROGRAMS=multiprocessors,
-        ROW_SCALED=row_scale is not None,
-        COLUMN_SCALED=column_scale is not None,
+        ROW_SCALED=scales.row is not None,
+        COLUMN_SCALED=scales.column is not None,
         SWIGLU=swiglu,
         IMPRECISE=imprecise,
         FLATTEN=False,

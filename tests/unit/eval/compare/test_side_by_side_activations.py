@@ -15,7 +15,7 @@ from beamq.eval.compare.metrics import Estimate
 from beamq.eval.compare.records import Candidate
 from beamq.eval.compare.side_by_side import ActivationsOnlyGemm, ServedWeight
 from beamq.formats import nvfp4
-from beamq.model.gemm.backend import DenseWeight, Nvfp4Weight
+from beamq.model.gemm.backend import DenseWeight, Groups, Nvfp4Weight
 
 TEXT: dict[str, Any] = {"samples": 4, "sequence_length": 128}
 
@@ -38,7 +38,7 @@ def test_exact_weights_meet_quantized_inputs() -> None:
     experts = ServedWeight(w_NK=torch.stack([w_NK, -w_NK]), like=like)
     rows = torch.tensor([4, 0, 1])
     expected = torch.cat([served[rows[:1]] @ w_NK.t(), served[rows[1:]] @ -w_NK.t()])
-    torch.testing.assert_close(gemm.grouped(x_TK, rows, experts, (0, 1, 3)), expected)
+    torch.testing.assert_close(gemm.grouped(x_TK, experts, Groups((0, 1, 3), rows)), expected)
 
 
 def candidates(source: Path, folders: list[Path], **options: Any) -> list[Candidate]:

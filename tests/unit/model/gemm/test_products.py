@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from beamq.model.gemm import products
-from beamq.model.gemm.backend import DenseWeight
+from beamq.model.gemm.backend import DenseWeight, Groups
 from beamq.model.gemm.products import GRAIN, MANY_ROWS, cpu_lacks_bf16, product
 from beamq.model.gemm.select import select_gemm
 
@@ -83,7 +83,7 @@ def test_one_rounding_of_the_exact_sum(lacking: None) -> None:
 def test_experts_are_multiplied_one_by_one(lacking: None) -> None:
     x, w = whole_numbers(2 * GRAIN, 64), whole_numbers(3, 24, 64)
     offsets = [0, GRAIN + 5, GRAIN + 5, 2 * GRAIN]
-    got = select_gemm("reference").grouped(x, None, DenseWeight(w_NK=w), offsets)
+    got = select_gemm("reference").grouped(x, DenseWeight(w_NK=w), Groups(offsets))
     wanted = [F.linear(x[low:high], w[e]) for e, (low, high) in enumerate(pairwise(offsets))]
     assert torch.equal(got, torch.cat(wanted))
 

@@ -11,7 +11,7 @@ import torch
 
 from beamq.model.gemm import check
 from beamq.model.gemm import select as gemm
-from beamq.model.gemm.backend import BackendCheck, Nvfp4Weight
+from beamq.model.gemm.backend import BackendCheck, Groups, Nvfp4Weight
 from beamq.model.gemm.library_gemm import Quack, tiles
 from beamq.model.gemm.operands import fp4_tokens, fp4_weight
 from beamq.model.gemm.reference import ReferenceGemm, nvfp4_operand, weight_operand
@@ -100,8 +100,8 @@ def test_experts_with_rows_are_multiplied_one_by_one(counts: list[int], gathered
     x, weight, offsets = experts(counts, n=64, k=96)
     selected, calls = on_double()
     rows = torch.randint(0, len(x), (len(x),)) if gathered else None
-    got = selected.grouped(x, rows, weight, offsets)
-    close(got, ReferenceGemm().grouped(x, rows, weight, offsets))
+    got = selected.grouped(x, weight, Groups(offsets, rows))
+    close(got, ReferenceGemm().grouped(x, weight, Groups(offsets, rows)))
     busy = [e for e, count in enumerate(counts) if count]
     taken = x if rows is None else x[rows]
     for e, call in zip(busy, calls.operands, strict=True):
@@ -113,14 +113,14 @@ def test_expert_mlps_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     _, down, _ = experts([40, 1, 0, 129, 30, 0], n=96, k=64)
     selected, calls = on_double()
     rows = torch.randperm(len(x))
-    wanted = ReferenceGemm().experts(x, rows, gate_up, down, offsets)
-    whole = selected.experts(x, rows, gate_up, down, offsets)
+    wanted = ReferenceGemm().experts(x, gate_up, down, Groups(offsets, rows))
+    whole = selected.experts(x, gate_up, down, Groups(offsets, rows))
     close(whole, wanted)
     assert len(calls.operands) == 8
     first = calls.operands.copy()
     calls.operands.clear()
     monkeypatch.setattr(gemm, "CHUNK_BYTES", 50 * 96 * 2)
-    assert torch.equal(selected.experts(x, rows, gate_up, down, offsets), whole)
+    assert torch.equal(selected.experts(x, gate_up, down, Groups(offsets, rows)), whole)
     # Ranges of experts: 0 and 1, 3, 4.
     order = [0, 1, 4, 5, 2, 6, 3, 7]
     for position, call in zip(order, calls.operands, strict=True):

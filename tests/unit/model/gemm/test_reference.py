@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from beamq.errors import TensorError, UsageError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, e2m1_values, unpack_nibbles
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups, LinearWeight, Nvfp4Weight
 from beamq.model.gemm.reference import decode, nvfp4_operand, weight_operand
 from beamq.model.gemm.select import select_gemm
 
@@ -126,7 +126,7 @@ def test_grouped_equals_expert_by_expert(fmt: str, dtype: torch.dtype, gathered:
     x = torch.randn(7 if gathered else 16, 32).to(dtype)
     rows = torch.randint(0, 7, (16,)) if gathered else None
     gemm = select_gemm("reference")
-    got = gemm.grouped(x, rows, stack(experts), offsets)
+    got = gemm.grouped(x, stack(experts), Groups(offsets, rows))
     x_SK = x if rows is None else x[rows]
     for e, weight in enumerate(experts):
         part = slice(offsets[e], offsets[e + 1])
@@ -140,7 +140,7 @@ def test_odd_widths_are_served() -> None:
     torch.manual_seed(5)
     w = torch.randn(3, 5, 6).bfloat16()
     x = torch.randn(4, 6).bfloat16()
-    got = select_gemm("reference").grouped(x, None, DenseWeight(w_NK=w), [0, 1, 1, 4])
+    got = select_gemm("reference").grouped(x, DenseWeight(w_NK=w), Groups([0, 1, 1, 4]))
     assert torch.equal(got[1:], x[1:] @ w[2].t())
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from beamq.errors import DeviceError, TensorError
 from beamq.formats.nvfp4 import padded_rows, round_up, swizzle, unswizzle
 from beamq.model.gemm import check, select
-from beamq.model.gemm.backend import OPS, BackendCheck, DeviceFacts, Nvfp4Weight
+from beamq.model.gemm.backend import OPS, BackendCheck, DeviceFacts, Groups, Nvfp4Weight
 from beamq.model.gemm.check import ORDER
 from beamq.model.gemm.library_gemm import CublasLt, Cutlass
 from beamq.model.gemm.operands import fp4_tokens
@@ -80,8 +80,8 @@ def test_fp4_experts_pass_what_the_call_takes(gathered: bool) -> None:
     x, weight, offsets = problem("nvfp4-grouped")
     gemm, calls = on_double("cutlass", ("nvfp4-grouped",))
     rows = torch.randint(0, 150, (150,)) if gathered else None
-    wanted = ReferenceGemm().grouped(x, rows, weight, offsets)
-    close(gemm.grouped(x, rows, weight, offsets), wanted)
+    wanted = ReferenceGemm().grouped(x, weight, Groups(offsets, rows))
+    close(gemm.grouped(x, weight, Groups(offsets, rows)), wanted)
     assert calls.calls == ["scaled_grouped_mm"]
 
 
@@ -90,11 +90,11 @@ def test_fp4_expert_mlp_quantizes_swiglu_on_the_way(monkeypatch: pytest.MonkeyPa
     _, down, _ = check.random_problem("nvfp4-grouped", CPU, experts=4, rows=150, n=96, k=32)
     gemm, calls = on_double("cutlass", ("nvfp4-grouped",))
     rows = torch.randperm(150)
-    wanted = ReferenceGemm().experts(x, rows, gate_up, down, offsets)
-    close(gemm.experts(x, rows, gate_up, down, offsets), wanted)
+    wanted = ReferenceGemm().experts(x, gate_up, down, Groups(offsets, rows))
+    close(gemm.experts(x, gate_up, down, Groups(offsets, rows)), wanted)
     assert len(calls.calls) == 2
     monkeypatch.setattr(select, "CHUNK_BYTES", 60 * 96 * 2)
-    close(gemm.experts(x, rows, gate_up, down, offsets), wanted)
+    close(gemm.experts(x, gate_up, down, Groups(offsets, rows)), wanted)
     assert len(calls.calls) > 4
 
 
@@ -200,10 +200,10 @@ def test_probe_of_a_machine_without_gpu_is_plain_data() -> None:
 
 def test_names_on_a_cpu() -> None:
     x, weight, offsets = problem("fp8-grouped")
-    wanted = ReferenceGemm().grouped(x, None, weight, offsets)
-    assert torch.equal(select_gemm("auto").grouped(x, None, weight, offsets), wanted)
+    wanted = ReferenceGemm().grouped(x, weight, Groups(offsets))
+    assert torch.equal(select_gemm("auto").grouped(x, weight, Groups(offsets)), wanted)
     with pytest.raises(DeviceError, match=r"'cutlass' cannot do fp8-grouped on cpu: needs an NVID"):
-        select_gemm("cutlass+fast").grouped(x, None, weight, offsets)
+        select_gemm("cutlass+fast").grouped(x, weight, Groups(offsets))
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_the_checking_process_reports_failures() -> None:
 
 def test_a_wrong_kernel_fails_its_check() -> None:
     class Wrong(CublasLt):
-        def _fp8(self, x: Any, w: Any, fast: bool) -> torch.Tensor:
+        def _fp8(self, x: Any, w: Any) -> torch.Tensor:
             good = (x.codes.float() * x.scale) @ (w.codes.float() * w.scale).t()
             return (good * 1.02).bfloat16()
 
