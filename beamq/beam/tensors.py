@@ -56,6 +56,12 @@ class TensorRole:
     packed: str | None = None
 
 
+SCALES = (
+    "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale",
+    "input_global_scale", "weight_zero_point", "weight_shape", "k_scale", "v_scale",
+)  # fmt: skip
+"""Last parts of the names of tensors that describe a weight and hold no parameters themselves."""
+
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,4})\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(0|[1-9]\d{0,5})\.(gate_proj|up_proj|down_proj)\.weight")
 _ATTENTION = re.compile(r"self_attn\.(q_proj|k_proj|v_proj|gate_proj|o_proj)\.weight")
@@ -108,6 +114,19 @@ def classify(name: str) -> TensorRole:
     if packed := _PACKED.fullmatch(rest):
         return _role(name, Role.EXPERT, layer, packed=packed[1])
     return _role(name, Role.EXTRA, layer)
+
+
+def role_of(name: str) -> TensorRole:
+    """The role of a tensor of any checkpoint; a scale has that of the weight it belongs to."""
+    module, _, suffix = name.rpartition(".")
+    if suffix in (*SCALES, "weight_packed"):
+        return classify(f"{module}.weight")
+    return classify(name)
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor describes a weight and holds no parameters itself."""
+    return name.rpartition(".")[2] in SCALES
 
 
 def _role(

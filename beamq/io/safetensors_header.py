@@ -23,6 +23,7 @@ ITEMSIZE = {
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
+CODE_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2")  # what quantized weights are stored in
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 

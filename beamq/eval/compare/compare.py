@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,25 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.calib.setup import DTYPES, choose_device
-from beamq.errors import UsageError
+from beamq.errors import BeamqError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
-from beamq.eval.compare.footprint import Footprint, footprint, newly_fitting, stored_units
-from beamq.eval.compare.read_checksums import ReadSums, changed_files
+from beamq.eval.compare.footprint import (
+    Footprint,
+    footprint,
+    newly_fitting,
+    stored_format,
+    stored_units,
+)
 from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, damage_of
-from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
+from beamq.eval.compare.side_by_side import ReadChecksums, StreamOptions, run_side_by_side
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
 from beamq.eval.compare.verdict import judge, listed
-from beamq.eval.verify.inspect import Inspection, inspect_checkpoint
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import refuse_unfinished
-from beamq.io.manifest import Manifest
+from beamq.io.manifest import Manifest, file_checksum
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
+from beamq.io.source import INDEX_NAME
 from beamq.model.gemm.select import select_gemm
 from beamq.ranks import Ranks, current_ranks
 from beamq.version import __version__
@@ -56,7 +61,6 @@ class _Opened:
     """A checkpoint and what is known of it beside its weights."""
 
     checkpoint: Checkpoint
-    inspection: Inspection
     manifest: Manifest | None
     footprint: Footprint
     model: ComparedModel
@@ -109,7 +113,7 @@ def compare(
                 else:
                     size = _size(base.checkpoint, where, samples, sequence_length)
                     text = read_text(base.checkpoint, data, size, seed)
-                sums = [ReadSums(other.manifest) for other in others]
+                sums = [ReadChecksums(other.manifest) for other in others]
             found = run_side_by_side(
                 base.checkpoint,
                 [other.checkpoint for other in others],
@@ -183,29 +187,34 @@ def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> li
     total = Counter(checkpoint.label for checkpoint in opened)
     seen: Counter[str] = Counter()
     models = []
-    for path, checkpoint in zip(paths, opened, strict=True):
+    for checkpoint in opened:
         seen[checkpoint.label] += 1
         number = f" ({seen[checkpoint.label]})" if total[checkpoint.label] > 1 else ""
-        models.append(_open(path, checkpoint, checkpoint.label + number))
+        models.append(_open(checkpoint, checkpoint.label + number))
     return models
 
 
-def _open(path: str | Path, checkpoint: Checkpoint, name: str) -> _Opened:
-    inspection = inspect_checkpoint(path)
+def _open(checkpoint: Checkpoint, name: str) -> _Opened:
+    manifest = Manifest.of(checkpoint.source)
+    recorded = manifest or Manifest.parse({})
     size = footprint(checkpoint, BeamConfig.from_dict(checkpoint.config))
     return _Opened(
         checkpoint=checkpoint,
-        inspection=inspection,
-        manifest=Manifest.of(checkpoint.source),
+        manifest=manifest,
         footprint=size,
         model=ComparedModel(
             name=name,
-            format=inspection.format,
-            recipe=inspection.recipe,
-            input_scales=inspection.input_scales,
+            format=stored_format(checkpoint.tensors.values()),
+            recipe=_text(recorded.recipe, "name"),
+            input_scales=_text(recorded.input_scales, "description"),
             footprint=size,
         ),
     )
+
+
+def _text(record: Mapping[str, Any] | None, key: str) -> str | None:
+    value = (record or {}).get(key)
+    return value if isinstance(value, str) else None
 
 
 def _candidate(
@@ -243,7 +252,7 @@ def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> 
     notes = [*overlap_notes(other.manifest, text.record)]
     if unchecked is not None:
         notes.append(f"its bytes were not held against beamq.json: {unchecked}")
-    changed = changed_files(other.checkpoint, other.manifest)
+    changed = _changed_files(other.checkpoint, other.manifest)
     if changed:
         notes.append(f"{listed(changed)} changed since beamq.json was written")
     scales = other.model.input_scales
@@ -256,6 +265,20 @@ def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> 
             f"the source is itself {base.model.format}: differences are from that, not from BF16"
         )
     return notes
+
+
+def _changed_files(checkpoint: Checkpoint, manifest: Manifest | None) -> list[str]:
+    """Configs and index that do not have the checksum that beamq.json records."""
+    if manifest is None or manifest.files is None:
+        return []
+    found = []
+    for name in ("config.json", "hf_quant_config.json", INDEX_NAME):
+        if name in manifest.files and checkpoint.source.has(name):
+            with suppress(BeamqError):  # an unknown algorithm: `ReadChecksums.fault` reports it
+                checksum = file_checksum(checkpoint.source.path(name), manifest.algorithm)
+                if checksum != manifest.files[name]:
+                    found.append(name)
+    return found
 
 
 def _tokenizer(checkpoint: Checkpoint) -> bytes | None:

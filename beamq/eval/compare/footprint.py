@@ -7,16 +7,14 @@ for two of them. The sums about GPUs are `beamq.plan.serving`' and `beamq.plan.s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import QUANTIZABLE
-from beamq.eval.verify.folder import CODE_DTYPES
-from beamq.eval.verify.inspect import is_scale, role_of
+from beamq.beam.tensors import QUANTIZABLE, is_scale, role_of
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.safetensors_header import ITEMSIZE
+from beamq.io.safetensors_header import CODE_DTYPES, ITEMSIZE, TensorSpec
 from beamq.plan.layout import Unit
 from beamq.plan.serving import (
     COUNTS,
@@ -32,6 +30,7 @@ from beamq.plan.serving import (
 CONTEXTS = (32_768, 131_072, 1_048_576)
 FIT_CONTEXT = 131_072
 _FORMATS = {"U8": "nvfp4", "F8_E4M3": "fp8"}
+_FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +146,23 @@ def _fits(weights: Weights, context: int, kv_itemsize: int) -> tuple[Fitting, ..
                     )
                 )
     return tuple(found)
+
+
+def stored_format(tensors: Collection[TensorSpec]) -> str:
+    """`nvfp4`, `fp8`, `mixed` or `other` by the dtypes of quantized codes; without any, the
+    commonest dtype of the parameters (`bf16`, `fp16`, `fp32`, `fp64`)."""
+    parameters: Counter[str] = Counter()
+    for spec in tensors:
+        if not is_scale(spec.name):
+            parameters[spec.dtype] += spec.numel
+    codes = parameters.keys() & set(CODE_DTYPES)
+    if not codes:
+        return _FLOATS.get(max(parameters, key=parameters.__getitem__, default=""), "other")
+    if codes == {"U8"} and any(spec.name.endswith(".weight_scale_2") for spec in tensors):
+        return "nvfp4"
+    if codes == {"F8_E4M3"}:
+        return "fp8"
+    return "mixed" if codes == {"U8", "F8_E4M3"} else "other"
 
 
 def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:

@@ -30,14 +30,13 @@ from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import QUANTIZABLE, Role
+from beamq.beam.tensors import QUANTIZABLE, Role, role_of
 from beamq.calib.setup import DTYPES
 from beamq.errors import RecipeError, TensorError, UsageError
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.side_by_side import StreamOptions, expect_alike
 from beamq.eval.compare.text import read_text
-from beamq.eval.verify.inspect import role_of
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.manifest import Manifest
 from beamq.model.attention import SequenceLayout, position_table

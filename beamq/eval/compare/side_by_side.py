@@ -22,6 +22,7 @@ Limits: experts are not sliced further; what is not experts is neither divided n
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.errors import ConfigError, EnvironmentFault
+from beamq.errors import BeamqError, ConfigError, EnvironmentFault
 from beamq.eval.compare.findings import Findings, Gathered, of_all_ranks
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import (
@@ -44,9 +45,10 @@ from beamq.eval.compare.metrics import (
     router_agreement,
     score_base,
 )
-from beamq.eval.compare.read_checksums import ReadSums
 from beamq.eval.compare.weight_error import changed_tensors, weight_errors
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.manifest import Manifest, new_checksum
+from beamq.io.safetensors_header import TensorSpec
 from beamq.model.attention import SequenceLayout
 from beamq.model.expert_parallel import exchange_for
 from beamq.model.forward import Batch, LayerPass
@@ -185,6 +187,43 @@ def expect_same_files(checkpoints: Sequence[Checkpoint], ranks: Ranks) -> None:
             )
 
 
+class ReadChecksums:
+    """Compares the tensors that a loader reads with the checksums in a checkpoint's beamq.json.
+
+    `tap` is given to the loader, so nothing is read twice; `damaged` is complete when the run is.
+    Scalars that the loader looks up by themselves are not seen. `fault` says why nothing could be
+    compared, where beamq.json names an algorithm that is not here.
+    """
+
+    def __init__(self, manifest: Manifest | None) -> None:
+        self._manifest = manifest
+        self._damaged: set[str] = set()
+        self._lock = threading.Lock()
+        self.fault: str | None = None
+        self._recorded = {} if manifest is None else manifest.tensors
+        try:
+            if manifest is not None and self._recorded:
+                new_checksum(manifest.algorithm)
+        except BeamqError as fault:
+            self.fault, self._recorded = str(fault), {}
+
+    def tap(self, spec: TensorSpec, first: int, tensor: torch.Tensor) -> None:
+        """Check a tensor that was read whole; rows of a packed one have no checksum."""
+        recorded = self._recorded.get(spec.name)
+        if self._manifest is None or not recorded or first or tensor.nbytes != spec.nbytes:
+            return
+        checksum = new_checksum(self._manifest.algorithm)
+        checksum.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        if checksum.hexdigest() != recorded:
+            with self._lock:
+                self._damaged.add(spec.name)
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """Names of tensors that are not what was written, sorted."""
+        return tuple(sorted(self._damaged))
+
+
 HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
 
 
@@ -208,7 +247,7 @@ def run_side_by_side(
     options: StreamOptions,
     *,
     ranks: Ranks | None = None,
-    sums: Sequence[ReadSums] = (),
+    sums: Sequence[ReadChecksums] = (),
     on_start: Callable[[], None] = lambda: None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Findings]:
@@ -245,7 +284,7 @@ def run_side_by_side(
 
 @contextmanager
 def _loaders(
-    checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadSums]
+    checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadChecksums]
 ) -> Iterator[list[LayerLoader]]:
     """One for each model, the source's first. Raises `ConfigError` for one that is another."""
     configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]

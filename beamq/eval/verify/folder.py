@@ -34,7 +34,7 @@ from beamq.eval.verify.checks import FP8, NVFP4, Ledger
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import read_json_object
 from beamq.io.manifest import MANIFEST_FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
-from beamq.io.safetensors_header import TensorSpec, few
+from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import (
     INDEX_NAME,
     MAX_INDEX_BYTES,
@@ -269,7 +269,6 @@ def _check_manifest(folder: Folder, ledger: Ledger) -> None:
 # --- tensors against the config -----------------------------------------------------------
 
 _FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by format of the folder
-CODE_DTYPES = ("U8", "I8", "F8_E4M3", "F8_E5M2")
 SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_GLOBAL = 2.0**117  # beyond it, a code times both scales leaves FP32

@@ -15,41 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
+from beamq.beam.tensors import (
+    FP32_ROLES,
+    Role,
+    TensorRole,
+    expected_tensors,
+    is_scale,
+    role_of,
+)
 from beamq.errors import ConfigError, counted
+from beamq.eval.compare.footprint import stored_format
 from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.folder import CODE_DTYPES, HF_QUANT_NAME, optional_json, read_shards
+from beamq.eval.verify.folder import HF_QUANT_NAME, optional_json, read_shards
 from beamq.io.checkpoint import open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
 from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
-from beamq.io.safetensors_header import TensorSpec, few
+from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
 from beamq.plan.sources import missing_tensors
 
 # What is odd about a checkpoint: one sentence for each thing worth knowing, none if all is usual.
 #
 # In: headers, small JSON files and the format that the tensors have. Out: notes for `inspect`.
-
-# Tensors that describe a weight beside them and are no parameters themselves.
-SCALES = (
-    "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale", "input_scale",
-    "input_global_scale", "weight_zero_point", "weight_shape", "k_scale", "v_scale",
-)  # fmt: skip
-
-
-def role_of(name: str) -> TensorRole:
-    """The role of any stored tensor; a scale has that of the weight it belongs to."""
-    module, _, suffix = name.rpartition(".")
-    if suffix in (*SCALES, "weight_packed"):
-        return classify(f"{module}.weight")
-    return classify(name)
-
-
-def is_scale(name: str) -> bool:
-    """Whether a tensor describes the weight beside it and holds no parameters."""
-    return name.rpartition(".")[2] in SCALES
 
 
 def file_notes(
@@ -152,9 +141,6 @@ def _half_quantized(
     return [f"model.layers.{layer}" for layer, seen in sorted(kinds.items()) if len(seen) > 1]
 
 
-FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleShare:
     """All tensors of one role. `parameters` counts weights as they are when decoded."""
@@ -240,7 +226,7 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
         config = None
         notes.append(f"not a Beam that engines could load: {fault}")
     census = _take_census(tensors)
-    form = _format(census, tensors)
+    form = stored_format(tensors.values())
     declared = _declared(raw, hf)
     notes += file_notes(files.names(), ledger, index, tensors)
     notes += claim_notes(form, declared, manifest)
@@ -300,22 +286,6 @@ def _take_census(tensors: Mapping[str, TensorSpec]) -> dict[Role, _Share]:
         share.quantized += parameters if spec.dtype in CODE_DTYPES else 0
         share.dtypes[spec.dtype] += parameters
     return census
-
-
-def _format(census: Mapping[Role, _Share], tensors: Mapping[str, TensorSpec]) -> str:
-    """Name of what is stored, by its codes if there are any, else by its most common float."""
-    dtypes: Counter[str] = Counter()
-    for share in census.values():
-        dtypes.update(share.dtypes)
-    codes = {dtype for dtype in dtypes if dtype in CODE_DTYPES}
-    if not codes:
-        common = next((dtype for dtype, _ in dtypes.most_common()), "")
-        return FLOATS.get(common, "other")
-    if codes == {"U8"} and any(name.endswith(".weight_scale_2") for name in tensors):
-        return "nvfp4"
-    if codes == {"F8_E4M3"}:
-        return "fp8"
-    return "mixed" if codes == {"U8", "F8_E4M3"} else "other"
 
 
 def _declared(raw: Mapping[str, Any], hf: Mapping[str, Any] | None) -> str | None:
