@@ -24,7 +24,7 @@ from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_id
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import publish
-from beamq.io.source import NoPrefetch, Prefetch
+from beamq.io.source import Prefetch
 from beamq.plan.plan import Job, Work
 from beamq.ranks import Ranks, share
 from beamq.signals import short_turns, stop_on_signals
@@ -121,7 +121,7 @@ class Crew:
         self._input_scale = input_scale
         self._advance = advance
         self._stop = stop
-        self._prefetch: Prefetch = NoPrefetch()
+        self._prefetch = Prefetch()
 
     def run(self) -> None:
         """Convert all jobs. Raises `Interrupted` if `stop` was set; failures go to `shards`."""

@@ -4,12 +4,12 @@ In: a pinned `HubRepo`. What a command costs follows from what it reads:
 
     headers, a few bytes (`header`, `peek`)    range requests, several at once; nothing on disk
     configs, tokenizer (`path`, `folder`)      the shared Hub cache, where they stay
-    a conversion (`prefetch`)                  shards ahead of the jobs, dropped behind them
-    anything else (`read`)                     shards on demand, the longest unused dropped first
+    a conversion (`prefetch`)                  shards ahead of the jobs, deleted after the last one
+    anything else (`read`)                     shards on demand, least recently used deleted first
 
-Shards that the Hub cache has already are read there, and count against no budget. Others lie in
-`cache_folder`, which a conversion puts into its output's state folder, so that it finds them again
-after it was killed, and which goes when it is done.
+Shards that the Hub cache already has are read there and count against no budget. Others are in
+`cache_folder`. A conversion puts it into its output's state folder, so that it finds them again
+after it was killed; they are deleted when it is done.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from beamq.errors import CheckpointError, HubError
 from beamq.io.files import OpenFiles
 from beamq.io.hub import HubRepo
 from beamq.io.safetensors_header import parse_header, read_header
-from beamq.io.shard_cache import LruCache, Prefetcher
-from beamq.io.source import Header, travels
+from beamq.io.shard_cache import LruCache, Prefetcher, Remote
+from beamq.io.source import Header, SourceFiles, hidden, travels
 
 FIRST_BYTES = 1 << 17  # holds the header of almost every shard
 PEEK_BYTES = 1 << 16
@@ -36,7 +36,7 @@ MAX_SMALL_READS = 24  # of a shard; more of them are worth fetching it
 REQUESTS = 16  # at once
 
 
-class HubFiles:
+class HubFiles(SourceFiles):
     """See the module. `cache_bytes` bounds the shards on disk."""
 
     parallel = REQUESTS
@@ -66,27 +66,19 @@ class HubFiles:
         return self.repo.small_file("config.json").parent
 
     def listing(self) -> Mapping[str, int]:
-        """The repository's files, hidden ones left out."""
-        return {
-            file: size
-            for file, size in self.repo.files.items()
-            if not any(part.startswith(".") for part in file.split("/"))
-        }
+        return {file: size for file, size in self.repo.files.items() if not hidden(file)}
 
     def names(self) -> Sequence[str]:
-        """Names without a folder in them."""
         return [file for file in self.repo.files if "/" not in file]
 
     def has(self, file: str) -> bool:
-        """Whether the commit has the file."""
         return file in self.repo.files
 
     def path(self, file: str) -> Path:
-        """Its place in the Hub cache. Raises `CheckpointError` if the commit lacks it."""
+        """Its path in the Hub cache. Raises `CheckpointError` if the commit lacks it."""
         return self.repo.small_file(file)
 
     def expect_headers(self, files: Sequence[str]) -> None:
-        """Ask for all at once."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix="beamq-hub")
         for file in files:
@@ -121,14 +113,9 @@ class HubFiles:
 
     def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
         """From disk if the shard is there, else by one request."""
-        if not self._here(file):
-            return self.repo.read_range(file, offset, nbytes)
-        out = bytearray(nbytes)
-        self._open.read(file, offset, memoryview(out), name)
-        return bytes(out)
-
-    def advise(self, file: str, offset: int, nbytes: int) -> None:
-        """Nothing to gain: what was just fetched is in memory, and may be gone by now."""
+        if self._here(file):
+            return super().peek(file, offset, nbytes, name)
+        return self.repo.read_range(file, offset, nbytes)
 
     def missing_nbytes(self) -> Mapping[str, int]:
         """Shards that the Hub cache lacks."""
@@ -136,17 +123,14 @@ class HubFiles:
 
     @contextmanager
     def prefetch(self, jobs: Sequence[Collection[str]]) -> Iterator[Prefetcher]:
-        """Fetch ahead of the jobs; see `Prefetcher`."""
         self._end_demand()
         self._clear("demand")
         sizes = self.missing_nbytes()
         ahead = Prefetcher(
             [[file for file in files if file in sizes] for files in jobs],
-            sizes=sizes,
+            Remote(sizes=sizes, fetch=self._fetch, forget=self._open.forget),
             folder=self._place() / "ahead",
             budget=self._cache_bytes,
-            fetch=self._fetch,
-            forget=self._open.forget,
         )
         with ahead:
             self._prefetch = ahead
@@ -156,11 +140,8 @@ class HubFiles:
                 self._prefetch = None
 
     def stamp(self, shards: Sequence[str]) -> str:
-        """The commit: it fixes every byte."""
+        """The commit, which fixes every byte; so `changed` has nothing to find."""
         return f"hub:{self.repo.asked.repo}@{self.repo.commit}"
-
-    def changed(self) -> None:
-        """None: a commit does not change, and fetched shards are compared with their headers."""
 
     def close(self) -> None:
         """Stop requests, close files, delete shards fetched on demand."""
@@ -170,7 +151,7 @@ class HubFiles:
         self._open.close()
 
     def _fetch(self, file: str, folder: Path, stopped: Callable[[], bool]) -> Path:
-        """Bring a shard, and make sure it is the one that was planned with."""
+        """Fetch a shard and check that it has the header that was planned with."""
         path = self.repo.shard(file, folder, stopped)
         if read_header(path, file) != self.header(file):
             path.unlink()
@@ -178,7 +159,7 @@ class HubFiles:
         return path
 
     def _is_rare(self, file: str) -> bool:
-        """Count a small read; whether there were few, and the shard is not there anyway."""
+        """Count a small read. True: there were few so far, and the shard is not on disk."""
         with self._lock:
             self._small_reads[file] += 1
             few = self._small_reads[file] <= MAX_SMALL_READS
@@ -212,7 +193,7 @@ class HubFiles:
         return Path(constants.HF_HOME) / "beamq"
 
     def _clear(self, kind: str) -> None:
-        """What an earlier run left of the other kind must not add to the budget."""
+        """Delete what an earlier run left of the other kind: it would add to the budget."""
         if self._cache_folder is not None:
             shutil.rmtree(self._cache_folder / kind, ignore_errors=True)
 
@@ -223,10 +204,8 @@ class HubFiles:
                 self._demand = LruCache(
                     self._place() / "demand",
                     f"{self.repo.asked.repo.replace('/', '--')}-{self.repo.commit[:12]}",
-                    sizes=self.repo.files,
+                    Remote(sizes=self.repo.files, fetch=self._fetch, forget=self._open.forget),
                     budget=self._cache_bytes,
-                    fetch=self._fetch,
-                    forget=self._open.forget,
                 )
             return self._demand
 

@@ -1,18 +1,22 @@
-"""A checkpoint's files, wherever they lie: the one seam between reading and where bytes come from.
+"""A checkpoint's files, wherever they are, and which of them hold its weights.
 
-`SourceFiles` is what the rest of beamq asks of them; `LocalFiles` is a folder, `hub.files.HubFiles`
-a repository on the Hub. Small files have local paths in both. Shards are read by byte range:
-`read` for data that is worked on, `peek` for a few bytes here and there, `prefetch` around a loop
-that says beforehand which shards it will read.
+In: a folder or a repository on the Hub. Out: small files as local paths, shards by byte range.
+
+`SourceFiles` is what the rest of beamq reads from; `LocalFiles` is a folder, `hub_source.HubFiles`
+a repository. A shard is read with `read` for data that is worked on, with `peek` for a few bytes
+here and there, and within `prefetch` by a loop that knows beforehand which shards it will read.
+
+The index may be a stranger's: what it names must be a plain name in the same folder, must exist,
+and must hold what the index says. Pickle files are never opened.
 """
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
 
 from beamq.errors import CheckpointError, counted
 from beamq.io.files import OpenFiles, read_json_object
@@ -20,87 +24,93 @@ from beamq.io.safetensors_header import TensorSpec, few, read_header
 
 Header = tuple[list[TensorSpec], dict[str, str]]
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
-LEFT_BEHIND = (".index.json", ".partial", ".incomplete")
+NOT_COPIED = (*WEIGHT_SUFFIXES, ".index.json", ".partial", ".incomplete")
 
 
-class Prefetch(Protocol):
-    """Keeps the shards of running jobs at hand; jobs are numbered as given to `prefetch`."""
+class Prefetch:
+    """Has the shards of running jobs on disk; jobs are numbered as given to `prefetch`.
+
+    This one is for files that are all on disk: there is nothing to wait for.
+    """
 
     def wait(self, job: int, stopped: Callable[[], bool]) -> None:
-        """Return when the job's shards can be read; raises what stands in the way."""
+        """Return when the job's shards can be read. Raises what prevents it."""
 
     def finish(self, job: int) -> None:
         """The job will read no more."""
 
 
-class SourceFiles(Protocol):
-    """See the module. `name` is for messages, `label` has no path in it, `stamp` tells versions
-    of the files apart, `parallel` is how many `peek`s are worth making at once."""
+class SourceFiles(ABC):
+    """The files of one checkpoint. `name` is for messages, `label` has no path in it, `parallel`
+    is how many `peek`s are worth making at once."""
 
     name: str
     label: str
-    parallel: int
+    parallel = 1
 
+    @abstractmethod
     def folder(self) -> Path:
         """A local folder with every file but the shards; fetched now if need be."""
 
+    @abstractmethod
     def listing(self) -> Mapping[str, int]:
-        """Every file's path in the checkpoint and its bytes."""
+        """Every file's path in the checkpoint and its bytes; hidden files are left out."""
 
+    @abstractmethod
     def names(self) -> Sequence[str]:
         """Names at the top of the checkpoint, sorted."""
 
+    @abstractmethod
     def has(self, file: str) -> bool:
-        """Whether a file of that name is there, even as a dangling link."""
+        """Whether a file of that name exists, even as a dangling link."""
 
+    @abstractmethod
     def path(self, file: str) -> Path:
-        """Where a small file lies, fetched now if need be."""
+        """Where a small file is, fetched now if need be."""
 
+    def expect_headers(self, files: Sequence[str]) -> None:  # noqa: B027  # may do nothing
+        """All of these headers will be asked for."""
+
+    @abstractmethod
     def header(self, file: str) -> Header:
         """The checked header of a shard."""
 
-    def expect_headers(self, files: Sequence[str]) -> None:
-        """All of these headers will be asked for."""
-
+    @abstractmethod
     def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
-        """Fill `out`; `name` is the tensor, for messages."""
+        """Fill `out`; `name` is the tensor, for messages. Raises `CheckpointError`."""
 
     def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
         """A few bytes, not worth fetching a whole shard for."""
+        out = bytearray(nbytes)
+        self.read(file, offset, memoryview(out), name)
+        return bytes(out)
 
-    def advise(self, file: str, offset: int, nbytes: int) -> None:
+    def advise(self, file: str, offset: int, nbytes: int) -> None:  # noqa: B027
         """A hint that these bytes will be read."""
 
     def missing_nbytes(self) -> Mapping[str, int]:
         """Shards that reading would fetch first, and their bytes."""
+        return {}
 
     def prefetch(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Prefetch]:
-        """Within the block, the shards each of `jobs` reads are fetched in time, and dropped."""
+        """In the block, the shards that each of `jobs` reads are fetched in time, then deleted."""
+        return nullcontext(Prefetch())
 
+    @abstractmethod
     def stamp(self, shards: Sequence[str]) -> str:
-        """The same text for the same files."""
+        """A text that differs between versions of these files."""
 
     def changed(self) -> str | None:
         """A shard that is no longer the file whose header was read, or None."""
+        return None
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything."""
 
 
-class NoPrefetch:
-    """For files that are all at hand."""
-
-    def wait(self, job: int, stopped: Callable[[], bool]) -> None:
-        """Nothing to wait for."""
-
-    def finish(self, job: int) -> None:
-        """Nothing to let go of."""
-
-
-class LocalFiles:
+class LocalFiles(SourceFiles):
     """A folder. Raises `CheckpointError` if there is none."""
-
-    parallel = 1
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -111,13 +121,12 @@ class LocalFiles:
         self._open = OpenFiles(root)
 
     def folder(self) -> Path:
-        """The folder itself."""
         return self._root
 
     def listing(self) -> Mapping[str, int]:
-        """Regular files and links to such, hidden ones left out.
+        """Regular files and links to such.
 
-        Raises `CheckpointError` for a link, of a file that travels, that leads nowhere, to a
+        Raises `CheckpointError` for a link, of a file that is copied, that points nowhere, to a
         folder, or out of this one: a copy of what it names might end on the Hub.
         """
         found = {}
@@ -125,7 +134,7 @@ class LocalFiles:
             name = path.relative_to(self._root).as_posix()
             if path.is_symlink() and travels(name):
                 self._check_link(path)
-            if not _hidden(name) and path.is_file():
+            if not hidden(name) and path.is_file():
                 found[name] = path.stat().st_size
         return found
 
@@ -145,15 +154,12 @@ class LocalFiles:
             )
 
     def names(self) -> Sequence[str]:
-        """Everything in the folder but sub-folders' content."""
         return sorted(os.listdir(self._root))
 
     def has(self, file: str) -> bool:
-        """Whether the name is there."""
         return os.path.lexists(self._root / file)
 
     def path(self, file: str) -> Path:
-        """Its place, whether it exists or not."""
         return self._root / file
 
     def header(self, file: str) -> Header:
@@ -161,33 +167,14 @@ class LocalFiles:
         self._open.expect(file)
         return read_header(self._root / file, file)
 
-    def expect_headers(self, files: Sequence[str]) -> None:
-        """Nothing to gain."""
-
     def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
-        """A positional read."""
         self._open.read(file, offset, out, name)
 
-    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
-        """The same."""
-        buffer = bytearray(nbytes)
-        self._open.read(file, offset, memoryview(buffer), name)
-        return bytes(buffer)
-
     def advise(self, file: str, offset: int, nbytes: int) -> None:
-        """Ask the kernel to read ahead; free to fail."""
         self._open.advise(file, offset, nbytes)
 
-    def missing_nbytes(self) -> Mapping[str, int]:
-        """None: all is here."""
-        return {}
-
-    def prefetch(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Prefetch]:
-        """Nothing to fetch."""
-        return nullcontext(NoPrefetch())
-
     def stamp(self, shards: Sequence[str]) -> str:
-        """Sizes and modification times of the shards, when their headers were read."""
+        """Sizes and modification times of the shards when their headers were read."""
         lines = []
         for file in shards:
             size, moment = self._open.size_and_time(file)
@@ -195,28 +182,21 @@ class LocalFiles:
         return "".join(lines)
 
     def changed(self) -> str | None:
-        """Compare every shard with what it was."""
         return self._open.changed()
 
     def close(self) -> None:
-        """Close every open file."""
         self._open.close()
 
 
 def travels(file: str) -> bool:
-    """Whether a file goes along with the weights: not weights, their indices, or hidden."""
-    return not (_hidden(file) or file.lower().endswith((*WEIGHT_SUFFIXES, *LEFT_BEHIND)))
+    """Whether a file is copied along with the weights: no weights, no index of them, not hidden."""
+    return not (hidden(file) or file.lower().endswith(NOT_COPIED))
 
 
-def _hidden(file: str) -> bool:
+def hidden(file: str) -> bool:
+    """Whether a file or a folder above it has a name that begins with a dot."""
     return any(part.startswith(".") for part in file.split("/"))
 
-
-# Which files of a checkpoint hold its weights: those that the index names, or the single one.
-#
-# In: `SourceFiles` that nothing was read of yet. Out: names of shards, and the index's map of
-# tensors to files. The index may be a stranger's: what it names must be a plain name in the same
-# folder, must be there, and must hold what the index says. Pickle files are never opened.
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

@@ -30,7 +30,7 @@ from beamq.errors import MemoryBudgetError
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.read_ahead import read_ahead
 from beamq.io.safetensors_header import TensorSpec
-from beamq.io.source import NoPrefetch, Prefetch
+from beamq.io.source import Prefetch
 from beamq.model.gemm.products import CHUNK_ELEMENTS
 from beamq.model.layer import LayerWeights, SparseMlp
 from beamq.model.loader import LayerLoader
@@ -69,7 +69,7 @@ class PrefetchingLoader(LayerLoader):
         self._own = experts
         self._stopped = stopped
         self._first = first
-        self._prefetch: Prefetch = NoPrefetch()
+        self._prefetch = Prefetch()
         units: list[set[str]] = [set() for _ in range(config.num_layers + 2)]
         for spec in checkpoint.tensors.values():
             layer = classify(spec.name).layer

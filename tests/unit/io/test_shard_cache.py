@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from beamq.errors import DiskError, HubError, Interrupted
-from beamq.io.shard_cache import LruCache, Prefetcher, claim_folder
+from beamq.io.shard_cache import LruCache, Prefetcher, Remote, claim_folder
 
 SIZES = {name: 1000 for name in "abcdef"}
 
@@ -45,11 +45,9 @@ def never() -> bool:
 def prefetcher(source: Source, folder: Path, jobs: list[str], budget: int) -> Prefetcher:
     return Prefetcher(
         jobs,
-        sizes=SIZES,
+        Remote(sizes=SIZES, fetch=source.fetch, forget=source.forgotten.append),
         folder=folder,
         budget=budget,
-        fetch=source.fetch,
-        forget=source.forgotten.append,
     )
 
 
@@ -106,14 +104,8 @@ def test_waiting_ends_when_the_run_is_stopped(tmp_path: Path) -> None:
 
 
 def demand(source: Source, place: Path, budget: int = 2000, key: str = "k") -> LruCache:
-    return LruCache(
-        place,
-        key,
-        sizes=SIZES,
-        budget=budget,
-        fetch=source.fetch,
-        forget=source.forgotten.append,
-    )
+    remote = Remote(sizes=SIZES, fetch=source.fetch, forget=source.forgotten.append)
+    return LruCache(place, key, remote, budget=budget)
 
 
 def test_on_demand_the_longest_unused_goes_first(tmp_path: Path) -> None:

@@ -101,3 +101,11 @@ def test_shards_of_an_earlier_run_are_kept_as_far_as_they_fit() -> None:
     assert order.unwanted == ["z"]
     assert order.step() == Drop("c")  # the farthest makes way for the first
     assert order.step() == Fetch("a")
+
+
+def test_a_shard_that_nobody_needs_any_more_when_it_arrives_is_not_kept() -> None:
+    order = EvictionPolicy([{"a"}, {"b"}], {"a": 5, "b": 5}, 10)
+    assert order.step() == Fetch("a")
+    assert order.finished(0) == ["a"]
+    assert not order.arrived("a")
+    assert order.held_nbytes == 0
