@@ -247,7 +247,8 @@ class Bench:
         Each twice: page-locked memory is had and kernels are compiled in the first.
         """
         from beamq.calib.collector import Collector
-        from beamq.calib.setup import BATCH_TOKENS, choose_device
+        from beamq.calib.setup import BATCH_TOKENS
+        from beamq.devices import choose_device
         from beamq.model.attention import SequenceLayout, position_table
         from beamq.model.gemm.select import select_gemm
         from beamq.model.layer import decoder_layer

@@ -6,7 +6,6 @@ device or the options end the run here, before any work.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -17,11 +16,11 @@ from beamq.beam.config import BeamConfig
 from beamq.calib.data import load_calibration_data
 from beamq.calib.expert_rounding import rounding_nbytes
 from beamq.calib.statistics import ExpertsMode
-from beamq.errors import DeviceError, UsageError
+from beamq.devices import choose_device
+from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.model.expert_parallel import own_experts
 from beamq.model.layer_stream import activation_bytes, experts_per_slice, layer_bytes
-from beamq.model.logits import usable_device
 from beamq.ranks import Ranks
 from beamq.version import __version__
 
@@ -194,26 +193,6 @@ class DevicePlan:
     resident_nbytes: int | None
     device_nbytes: int
     host_nbytes: int
-
-
-def choose_device(name: str, ranks: Ranks) -> torch.device:
-    """The device of this process; "auto" and "cuda" are one GPU a rank.
-
-    Raises `UsageError` for another name, `DeviceError` where there is no such device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = usable_device(name)
-    if device.type == "cuda" and ":" not in name:
-        local = int(os.environ.get("LOCAL_RANK", 0)) if ranks.world > 1 else 0
-        if local >= torch.cuda.device_count():
-            raise DeviceError(
-                f"rank {ranks.rank} has no GPU of its own: {torch.cuda.device_count()} are here;"
-                " start one process a GPU"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)  # NCCL uses the current one
-    return device
 
 
 def batch_rows(device: torch.device, samples: int, length: int) -> list[slice]:

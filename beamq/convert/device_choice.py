@@ -12,10 +12,10 @@ Under torchrun `auto` and `cuda` are one GPU for each rank of a machine.
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from beamq import devices
 from beamq.convert.cpu_worker import CpuWorkerFactory, WorkerFactory
 from beamq.errors import DeviceError
 from beamq.io.checkpoint import Checkpoint
@@ -58,13 +58,11 @@ def choose_conversion_device(
         return DeviceChoice(device="cpu")
     if asked == "auto" and not calibrates and saved_seconds(work, workers) < START_SECONDS:
         return DeviceChoice(device="cpu")
-    if asked == "auto" and not _driver_sees_a_gpu():
+    if asked == "auto" and not devices.driver_sees_a_gpu():
         return DeviceChoice(device="cpu")
-    from beamq.calib.setup import choose_device  # torch, only where there may be a GPU
-
     try:
-        device = choose_device(asked, ranks)
-        refused = _refusal(device)
+        device = devices.choose_device(asked, ranks)
+        refused = devices.refusal(device, LEAST_CAPABILITY)
     except DeviceError as fault:
         if asked != "auto":
             raise
@@ -75,7 +73,7 @@ def choose_conversion_device(
         return _on_gpu(device)
     if asked != "auto" and not calibrates:
         raise DeviceError(f"{device}: {refused}; use --device cpu, the bytes are the same")
-    return DeviceChoice(device="cpu", note=f"{device} is no help in converting: {refused}.")
+    return DeviceChoice(device="cpu", note=f"{device} cannot be used for conversion: {refused}.")
 
 
 def saved_seconds(work: Work, workers: int) -> float:
@@ -118,25 +116,6 @@ def worker_sentence(
             f" {show_bytes(factory.device_nbytes)} of the GPU's"
         )
     return f"{text}. {choice.note}".rstrip()
-
-
-def _driver_sees_a_gpu() -> bool:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    count = ctypes.c_int(0)
-    return (
-        driver.cuInit(0) == 0
-        and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
-        and count.value > 0
-    )
-
-
-def _refusal(device: torch.device) -> str | None:
-    from beamq.devices import refusal
-
-    return refusal(device, LEAST_CAPABILITY)
 
 
 def _on_gpu(device: torch.device) -> DeviceChoice:

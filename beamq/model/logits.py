@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from beamq.beam.config import BeamConfig
-from beamq.devices import check_device_name
-from beamq.errors import DeviceError, UsageError
+from beamq.devices import usable_device
+from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.model.attention import SequenceLayout
 from beamq.model.forward import Batch, run_layers
@@ -169,14 +169,3 @@ def _row_groups(mask_BT: torch.Tensor) -> list[slice]:
         tokens += count
     groups.append(slice(start, mask_BT.shape[0]))
     return groups
-
-
-def usable_device(device: torch.device | str) -> torch.device:
-    """The device, if it is there. Raises `UsageError` (its name), `DeviceError`."""
-    check_device_name(str(device), auto=False)
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"device {found}: no usable NVIDIA GPU is here; use --device cpu")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"device {found}: only {torch.cuda.device_count()} GPUs are here")
-    return found

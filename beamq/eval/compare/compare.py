@@ -27,7 +27,8 @@ import torch
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.setup import DTYPES, choose_device
+from beamq.calib.setup import DTYPES
+from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
 from beamq.eval.compare.footprint import (

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
 from beamq.calib.setup import DTYPES
+from beamq.devices import choose_device
 from beamq.errors import RecipeError, TensorError, UsageError
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
@@ -44,7 +45,7 @@ from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
-from beamq.model.logits import BATCH_TOKENS, embed, usable_device
+from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
@@ -289,14 +290,13 @@ def sensitivity(
     another model, and what reading raises.
     """
     begun = time.monotonic()
-    started = current_ranks().world
-    if started > 1:
+    ranks = current_ranks()
+    if ranks.world > 1:
         raise UsageError(
-            f"sensitivity runs in one process, and torchrun started {started}; leave torchrun out"
+            f"sensitivity runs in one process, and torchrun started {ranks.world}; leave torchrun"
+            " out"
         )
-    where = usable_device("cuda" if torch.cuda.is_available() else "cpu")
-    if device != "auto":
-        where = usable_device(device)
+    where = choose_device(device, ranks)
     name = dtype or DEFAULT_DTYPE.get(where.type, "float32")
     if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}")

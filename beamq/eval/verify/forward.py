@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.calib.data import load_calibration_data
-from beamq.calib.setup import choose_device
+from beamq.devices import choose_device
 from beamq.errors import BeamqError
 from beamq.eval.compare.findings import (
     Breach,

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from beamq.errors import DeviceError
+from beamq.devices import usable_device
 from beamq.formats import fp8, nvfp4
 from beamq.model.gemm.backend import (
     OPS,
@@ -91,8 +91,7 @@ def facts_of(device: torch.device) -> DeviceFacts:
     """The device's description. Raises `DeviceError` if the device is not there."""
     kind, name, capability = device.type, "CPU", (0, 0)
     if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise DeviceError(f"device {device}: no usable NVIDIA GPU is here; use --device cpu")
+        usable_device(device)
         name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
         kind = "hip" if torch.version.hip is not None else kind

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from beamq.calib import setup as calib_device
+from beamq import devices
 from beamq.convert import device_choice, gpu_worker
 from beamq.convert.device_choice import (
     START_SECONDS,
@@ -52,9 +52,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(name)
         return torch.device("cuda", 0 if ":" not in name else int(name[5:]))
 
-    monkeypatch.setattr(device_choice, "_driver_sees_a_gpu", lambda: True)
-    monkeypatch.setattr(calib_device, "choose_device", choose)
-    monkeypatch.setattr(device_choice, "_refusal", lambda device: None)
+    monkeypatch.setattr(devices, "driver_sees_a_gpu", lambda: True)
+    monkeypatch.setattr(devices, "choose_device", choose)
+    monkeypatch.setattr(devices, "refusal", lambda device, least: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     return asked
 
@@ -80,7 +80,7 @@ def test_orders_are_followed(gpu: list[str]) -> None:
 
 
 def test_a_gpu_that_cannot(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_choice, "_refusal", lambda device: "compute capability 8.0")
+    monkeypatch.setattr(devices, "refusal", lambda device, least: "compute capability 8.0")
     with pytest.raises(DeviceError, match=r"cuda:0: compute capability 8.0; use --device cpu"):
         choose("cuda", work(1))
     for asked, more in (("auto", {}), ("cuda", {"calibrates": True})):
@@ -96,7 +96,7 @@ def test_no_gpu_for_this_rank(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -
     def none_left(name: str, ranks: Ranks) -> torch.device:
         raise DeviceError("rank 1 has no GPU of its own")
 
-    monkeypatch.setattr(calib_device, "choose_device", none_left)
+    monkeypatch.setattr(devices, "choose_device", none_left)
     assert "rank 1" in choose("auto", work(1000 * GB)).note
     with pytest.raises(DeviceError, match="rank 1"):
         choose("cuda", work(1000 * GB))
