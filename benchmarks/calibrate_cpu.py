@@ -41,8 +41,9 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
     import torch
 
     from beamq.beam.config import BeamConfig
+    from beamq.calib.options import CalibrationOptions
     from beamq.calib.run import CalibrationPass
-    from beamq.calib.setup import CalibrationOptions, CalibrationSetup, batch_rows
+    from beamq.calib.setup import CalibrationSetup, batch_rows
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
     from beamq.model.attention import SequenceLayout
@@ -99,8 +100,9 @@ def _in_turns(
 
 def memory_of(path: Path, budget: int | None) -> None:
     """Print the peak of a calibration above what was there before it, in bytes; and the plan's."""
+    from beamq.calib.options import CalibrationOptions
     from beamq.calib.run import CalibrationPass
-    from beamq.calib.setup import CalibrationOptions, CalibrationSetup
+    from beamq.calib.setup import CalibrationSetup
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
     from beamq.ranks import Ranks

@@ -12,16 +12,17 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.setup import CalibrationOptions, CalibrationSetup
-from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, save_stats
+from beamq.calib.options import CalibrationEvents, CalibrationKeywords, CalibrationOptions
+from beamq.calib.setup import CalibrationSetup
+from beamq.calib.statistics import CalibrationStats, load_stats, save_stats
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock, refuse_busy
-from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import disk_errors, make_folder
+from beamq.options import from_keywords, takes
 from beamq.plan.sources import map_sources
 from beamq.ranks import current_ranks
 from beamq.signals import stop_on_signals
@@ -33,53 +34,29 @@ if TYPE_CHECKING:
 STATE_SUFFIX = ".state"
 
 
+@takes(CalibrationOptions, CalibrationEvents)
 def calibrate(
-    source: str | Path,
-    stats: str | Path,
-    *,
-    data: Sequence[str] = (),
-    samples: int | None = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    experts: ExpertsMode = "routed",
-    dtype: str = "bfloat16",
-    device: str = "auto",
-    gemm: str = "auto",
-    max_device_memory: int | None = None,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
-    resume: bool = False,
-    overwrite: bool = False,
-    on_start: Callable[[CalibrationSetup], None] = lambda setup: None,
-    on_layer: Callable[[LayerDone], None] = lambda done: None,
+    source: str | Path, stats: str | Path, **keywords: Unpack[CalibrationKeywords]
 ) -> CalibrationStats:
     """Run a BF16, F16 or F32 Beam on text and write what its linears saw to the file `stats`.
 
-    `source` is a folder or `org/name[@revision]` on the Hub (at most `cache_bytes` of it on disk).
-    See `CalibrationOptions` for what can be asked. Under torchrun, experts are split over ranks;
-    statistics are bit for bit those of one process. `on_start` is called with data and needs
-    before work, `on_layer` after each layer. Raises `CalibrationError` for data, or for activations
+    `source` is a folder or `org/name[@revision]` on the Hub. See `CalibrationOptions` and
+    `CalibrationEvents` for the keywords. Under torchrun, experts are split over ranks; statistics
+    are bit for bit those of one process. Raises `CalibrationError` for data, or for activations
     that are not finite; `ResumeError` for a file or state that is in the way; `Interrupted` on
     SIGINT or SIGTERM.
     """
-    options = CalibrationOptions(
-        data=tuple(data),
-        samples=samples,
-        sequence_length=sequence_length,
-        seed=seed,
-        experts=experts,
-        dtype=dtype,
-        device=device,
-        gemm=gemm,
-        max_device_memory=max_device_memory,
-    )
+    options = from_keywords(CalibrationOptions, keywords)
+    events = from_keywords(CalibrationEvents, keywords)
     ranks = current_ranks()
     target = Path(stats).expanduser()
-    if target.exists() and not (resume or overwrite):
+    if target.exists() and not (options.resume or options.overwrite):
         raise _in_the_way(target)
     if ranks.world == 1:  # one of several would meet its own first rank there
         refuse_busy(state_folder(target))
     try:
-        place, budget = state_folder(target) / f"source-{ranks.rank}", cache_bytes // ranks.world
+        place = state_folder(target) / f"source-{ranks.rank}"
+        budget = options.cache_bytes // ranks.world
         with ExitStack() as stack:
             with ranks.agreeing():
                 checkpoint = stack.enter_context(
@@ -88,12 +65,12 @@ def calibrate(
                 map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
             setup = CalibrationSetup(checkpoint, options, ranks)
             if ranks.first:
-                on_start(setup)
+                events.on_start(setup)
             with ranks.meeting():
-                finished = _finished(target, setup, resume=resume, overwrite=overwrite)
+                finished = _finished(target, setup)
             if finished is not None:
                 return finished
-            return _run(target, setup, resume, overwrite, on_layer)
+            return _run(target, setup, events)
     finally:
         ranks.leave()
 
@@ -107,13 +84,11 @@ def _in_the_way(target: Path) -> ResumeError:
     return ResumeError(f"{target}: exists; give --overwrite to replace it, or another name")
 
 
-def _finished(
-    target: Path, setup: CalibrationSetup, *, resume: bool, overwrite: bool
-) -> CalibrationStats | None:
+def _finished(target: Path, setup: CalibrationSetup) -> CalibrationStats | None:
     """The statistics of this very run if `target` has them already and `resume` was given."""
-    if not target.exists() or overwrite:
+    if not target.exists() or setup.options.overwrite:
         return None
-    if not resume:
+    if not setup.options.resume:
         raise _in_the_way(target)
     found = load_stats(target)
     found.check_model(setup.fingerprint, setup.checkpoint.label)
@@ -144,15 +119,10 @@ def _differences(found: CalibrationStats, setup: CalibrationSetup) -> list[str]:
     return odd
 
 
-def _run(
-    target: Path,
-    setup: CalibrationSetup,
-    resume: bool,
-    overwrite: bool,
-    on_layer: Callable[[LayerDone], None],
-) -> CalibrationStats:
+def _run(target: Path, setup: CalibrationSetup, events: CalibrationEvents) -> CalibrationStats:
     from beamq.calib.state import RunState
 
+    options = setup.options
     ranks = setup.ranks
     state = RunState(state_folder(target), setup.identity())
     lock: OutputLock | None = None
@@ -163,11 +133,11 @@ def _run(
                 with disk_errors(state.folder, "creating the state folder"):
                     make_folder(state.folder)
                 lock = OutputLock(state.folder)
-                if overwrite:
+                if options.overwrite:
                     state.clear()
-                state.begin(resume=resume)
+                state.begin(resume=options.resume)
         with ranks.talking():
-            result = run_pass(setup, state, on_layer)
+            result = run_pass(setup, state, events.on_layer)
         with ranks.meeting():
             if ranks.first:
                 setup.checkpoint.check_unchanged()

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from beamq.commands import outcome
-from beamq.commands.options import (
-    AsJson,
-    Data,
-    Debug,
-    Device,
-    DeviceMemory,
-    DtypeOption,
-    ExpertsOption,
-    Overwrite,
-    Quiet,
-    Resume,
-    Samples,
-    Seed,
-    SequenceLength,
-    Verbose,
-)
+from beamq.calib.options import CalibrationOptions
+from beamq.commands.options import command
 from beamq.errors import UsageError
+from beamq.options import Flag, option
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -35,7 +22,37 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """What else `beamq calibrate` takes."""
+
+    percentile: float | None = option(
+        None, Flag(help="No longer recorded: nothing read it.", type=float, after="experts")
+    )
+    second_moments: bool = option(
+        False, Flag(help="No longer recorded: nothing read them.", after="percentile")
+    )
+    merge: bool = option(
+        False,
+        Flag(
+            help="Merge statistics of one model on different data.",
+            after="max_device_memory",
+        ),
+    )
+    output: Path | None = option(
+        None,
+        Flag(
+            help="With --merge: the file to write.",
+            names=("--output", "-o"),
+            type=Path,
+            after="merge",
+        ),
+    )
+
+
+@command()
 def calibrate(
+    screen: Screen,
     places: Annotated[
         list[str],
         typer.Argument(
@@ -44,86 +61,45 @@ def calibrate(
             show_default=False,
         ),
     ],
-    data: Data = None,
-    samples: Samples = None,
-    sequence_length: SequenceLength = None,
-    seed: Seed = None,
-    experts: ExpertsOption = None,
-    percentile: Annotated[
-        float | None,
-        typer.Option("--percentile", help="No longer recorded: nothing read it."),
-    ] = None,
-    second_moments: Annotated[
-        bool, typer.Option("--second-moments", help="No longer recorded: nothing read them.")
-    ] = False,
-    dtype: DtypeOption = None,
-    device: Device = "auto",
-    max_device_memory: DeviceMemory = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Merge statistics of one model on different data.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="With --merge: the file to write.")
-    ] = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    options: CalibrationOptions,
+    more: MergeOptions,
+    verbose: bool,
 ) -> None:
     """Run a BF16 Beam on text and record what its linears see.
 
     For `quantize --calibration STATS`. A run that was stopped goes on with --resume, and ends with
     the same bytes. Under torchrun, experts are split over the processes.
     """
+    if more.merge:
+        _merge(screen, places, more.output)
+        return
+    if more.output is not None:
+        raise UsageError("--output goes with --merge; without it STATS is the second argument")
+    if len(places) != 2:
+        raise UsageError(
+            f"expected SOURCE STATS, found {len(places)} arguments: {' '.join(places)[:100]}"
+        )
+    from beamq.calib.calibrate import calibrate as run
 
-    def body(screen: Screen) -> None:
-        if merge:
-            _merge(screen, places, output)
-            return
-        if output is not None:
-            raise UsageError("--output goes with --merge; without it STATS is the second argument")
-        if len(places) != 2:
-            raise UsageError(
-                f"expected SOURCE STATS, found {len(places)} arguments: {' '.join(places)[:100]}"
-            )
-        from beamq.calib.calibrate import calibrate as run
-        from beamq.units import parse_size, show_seconds
+    if more.percentile is not None or more.second_moments:
+        screen.say("Note: --percentile and --second-moments change nothing; leave them out.")
+    begun = time.monotonic()
+    with screen.progress("calibrating") as advance:
 
-        if percentile is not None or second_moments:
-            screen.say("Note: --percentile and --second-moments change nothing; leave them out.")
-        begun = time.monotonic()
-        with screen.progress("calibrating") as advance:
+        def on_layer(done: LayerDone) -> None:
+            if advance is not None:
+                advance(done.done_nbytes, done.total_nbytes)
+            if verbose:
+                spent = show_seconds(time.monotonic() - begun)
+                screen.say(f"layer {done.layer + 1} of {done.layers} done after {spent}")
 
-            def on_layer(done: LayerDone) -> None:
-                if advance is not None:
-                    advance(done.done_nbytes, done.total_nbytes)
-                if verbose:
-                    spent = show_seconds(time.monotonic() - begun)
-                    screen.say(f"layer {done.layer + 1} of {done.layers} done after {spent}")
-
-            stats = run(
-                places[0],
-                places[1],
-                data=data or (),
-                samples=samples,
-                sequence_length=sequence_length,
-                seed=seed or 0,
-                experts="all" if experts is not None and experts.value == "all" else "routed",
-                dtype="bfloat16" if dtype is None else dtype.value,
-                device=device,
-                max_device_memory=None
-                if max_device_memory is None
-                else parse_size(max_device_memory, "--max-device-memory"),
-                resume=resume,
-                overwrite=overwrite,
-                on_start=lambda setup: screen.say(*start_blocks(setup)),
-                on_layer=on_layer,
-            )
-        _show(screen, stats, Path(places[1]), time.monotonic() - begun)
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+        stats = run(
+            *places,
+            **vars(options),
+            on_start=lambda setup: screen.say(*start_blocks(setup)),
+            on_layer=on_layer,
+        )
+    _show(screen, stats, Path(places[1]), time.monotonic() - begun)
 
 
 def _merge(screen: Screen, places: list[str], output: Path | None) -> None:

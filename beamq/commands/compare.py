@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from beamq.commands import outcome
-from beamq.commands.options import (
-    AsJson,
-    Checkpoint,
-    Data,
-    Debug,
-    Device,
-    EvaluationDtype,
-    EvaluationLength,
-    EvaluationSamples,
-    PartsLength,
-    PartsSamples,
-    Quiet,
-    Report,
-    Seed,
-    Source,
-    Verbose,
-)
+from beamq.commands.options import Checkpoint, Source, command
 from beamq.errors import UsageError
+from beamq.eval.compare.options import CompareOptions, SensitivityOptions
+from beamq.options import Flag, option
 
 if TYPE_CHECKING:
     from beamq.eval.compare.records import Comparison
@@ -34,7 +20,25 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
+REPORT = Flag(
+    help="Write it as HTML, Markdown and JSON there.", metavar="DIR", type=Path, after="seed"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFiles:
+    """What `beamq compare` writes."""
+
+    write_card: bool = option(
+        False,
+        Flag(help="Put each one's figures into its README.md.", after="seed"),
+    )
+    report: Path | None = option(None, REPORT)
+
+
+@command()
 def compare(
+    screen: Screen,
     source: Source,
     checkpoints: Annotated[
         list[str],
@@ -42,164 +46,137 @@ def compare(
             metavar="CHECKPOINT...", help="Folders made from SOURCE.", show_default=False
         ),
     ],
-    data: Data = None,
-    samples: EvaluationSamples = None,
-    sequence_length: EvaluationLength = None,
-    seed: Seed = None,
-    report: Report = None,
-    write_card: Annotated[
-        bool,
-        typer.Option("--write-card", help="Put each one's figures into its README.md."),
-    ] = False,
-    dtype: EvaluationDtype = None,
-    device: Device = "auto",
-    gemm: Annotated[
-        str | None,
-        typer.Option(
-            "--gemm",
-            help="How to multiply: reference, auto, ... (weights-only: activations unquantized).",
-            show_default="auto; reference on a CPU",
-        ),
-    ] = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
+    options: CompareOptions,
+    files: CompareFiles,
+    verbose: bool,
+) -> int:
     """What quantization cost and what it saved, side by side.
 
     All models run on the same text, a layer of each at a time; under torchrun, experts are split
     over the processes. Exit code 1 if one of them is out of its recipe's bounds.
     """
+    from beamq.eval.compare.compare import compare as run
+    from beamq.report.files import check_report_folder, write_cards, write_report
 
-    def body(screen: Screen) -> int:
-        from beamq.eval.compare.compare import compare as run
-        from beamq.report.files import check_report_folder, write_cards, write_report
+    if files.report is not None:
+        check_report_folder(files.report)
+    page: Path | None = None
 
-        if report is not None:
-            check_report_folder(report)
-        page: Path | None = None
+    def write(found: Comparison) -> None:
+        nonlocal page
+        page = None if files.report is None else write_report(found, files.report)
+        if files.write_card:
+            write_cards(found, checkpoints)
 
-        def write(found: Comparison) -> None:
-            nonlocal page
-            page = None if report is None else write_report(found, report)
-            if write_card:
-                write_cards(found, checkpoints)
-
-        with screen.progress("comparing") as advance:
-            found = run(
-                source,
-                checkpoints,
-                data=data or (),
-                samples=samples,
-                sequence_length=sequence_length,
-                seed=seed or 0,
-                dtype=None if dtype is None else dtype.value,
-                device=device,
-                gemm=gemm,
-                on_start=lambda: screen.say(
-                    f"Running {source} and {len(checkpoints)} more on the same text ..."
-                ),
-                progress=advance,
-                on_result=write,
-            )
-        screen.show(
-            lambda: compare_data(found, page),
-            lambda: compare_blocks(found, page, verbose=verbose),
+    with screen.progress("comparing") as advance:
+        found = run(
+            source,
+            checkpoints,
+            **vars(options),
+            on_start=lambda: screen.say(
+                f"Running {source} and {len(checkpoints)} more on the same text ..."
+            ),
+            progress=advance,
+            on_result=write,
         )
-        return 0 if found.safe else 1
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
-
-
-# `beamq sensitivity`: options in, one call into the library, tables, a recipe and a report out.
+    screen.show(
+        lambda: compare_data(found, page), lambda: compare_blocks(found, page, verbose=verbose)
+    )
+    return 0 if found.safe else 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class SensitivityChoice:
+    """Which parts `beamq sensitivity` chooses, and what it writes."""
+
+    report: Path | None = option(None, REPORT)
+    write_recipe: Path | None = option(
+        None,
+        Flag(help="Write that choice as a recipe.", metavar="FILE", type=Path, after="seed"),
+    )
+    target_bits: float | None = option(
+        None,
+        Flag(help="As many as B bits a weight allow.", metavar="B", type=float, after="seed"),
+    )
+    max_kl: float | None = option(
+        None,
+        Flag(
+            help="As few as bring the predicted KL to X nats.",
+            metavar="X",
+            type=float,
+            after="seed",
+        ),
+    )
+    exclude_worst: int | None = option(
+        None,
+        Flag(help="Leave the N costliest parts precise.", metavar="N", type=int, after="seed"),
+    )
+
+    def check(self) -> None:
+        """Raise `UsageError` for flags that contradict each other or paths that are in the way."""
+        from beamq.report.files import check_new_file, check_report_folder
+
+        limits = (self.exclude_worst, self.max_kl, self.target_bits)
+        given = sum(limit is not None for limit in limits)
+        if given > 1:
+            raise UsageError("give one of --exclude-worst, --max-kl and --target-bits")
+        if self.write_recipe is not None:
+            if not given:
+                raise UsageError(
+                    "--write-recipe needs --exclude-worst, --max-kl or --target-bits to choose by"
+                )
+            if self.write_recipe.suffix not in (".yaml", ".yml"):
+                raise UsageError(
+                    f"--write-recipe {self.write_recipe}: a recipe's name ends in .yaml"
+                )
+            check_new_file(self.write_recipe, "--write-recipe")
+        if self.report is not None:
+            check_report_folder(self.report)
+
+
+@command()
 def sensitivity(
+    screen: Screen,
     source: Source,
     checkpoint: Checkpoint,
-    data: Data = None,
-    samples: PartsSamples = None,
-    sequence_length: PartsLength = None,
-    seed: Seed = None,
-    exclude_worst: Annotated[
-        int | None,
-        typer.Option("--exclude-worst", metavar="N", help="Leave the N costliest parts precise."),
-    ] = None,
-    max_kl: Annotated[
-        float | None,
-        typer.Option("--max-kl", metavar="X", help="As few as bring the predicted KL to X nats."),
-    ] = None,
-    target_bits: Annotated[
-        float | None,
-        typer.Option("--target-bits", metavar="B", help="As many as B bits a weight allow."),
-    ] = None,
-    write_recipe: Annotated[
-        Path | None,
-        typer.Option("--write-recipe", metavar="FILE", help="Write that choice as a recipe."),
-    ] = None,
-    report: Report = None,
-    dtype: EvaluationDtype = None,
-    device: Device = "auto",
-    gemm: Annotated[
-        str, typer.Option("--gemm", help="How to multiply (weights-only: activations unquantized).")
-    ] = "reference",
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    options: SensitivityOptions,
+    wanted: SensitivityChoice,
+    verbose: bool,
 ) -> None:
     """What each quantized part costs on its own, and which to leave precise.
 
     CHECKPOINT is a quantized Beam made from SOURCE. Each part (a layer's experts, dense MLP or
     attention) takes the source's place alone, all in one pass over few rows of text.
     """
+    from beamq.eval.compare.sensitivity import choose
+    from beamq.eval.compare.sensitivity import sensitivity as run
+    from beamq.report.files import write_sensitivity
 
-    def body(screen: Screen) -> None:
-        from beamq.eval.compare.sensitivity import choose
-        from beamq.eval.compare.sensitivity import sensitivity as run
-        from beamq.report.files import check_new_file, check_report_folder, write_sensitivity
-
-        options = (exclude_worst, max_kl, target_bits)
-        if sum(option is not None for option in options) > 1:
-            raise UsageError("give one of --exclude-worst, --max-kl and --target-bits")
-        if write_recipe is not None and all(option is None for option in options):
-            raise UsageError(
-                "--write-recipe needs --exclude-worst, --max-kl or --target-bits to choose by"
-            )
-        if write_recipe is not None and write_recipe.suffix not in (".yaml", ".yml"):
-            raise UsageError(f"--write-recipe {write_recipe}: a recipe's name ends in .yaml")
-        if write_recipe is not None:
-            check_new_file(write_recipe, "--write-recipe")
-        if report is not None:
-            check_report_folder(report)
-        with screen.progress("measuring") as advance:
-            found = run(
-                source,
-                checkpoint,
-                data=data or (),
-                samples=samples,
-                sequence_length=sequence_length,
-                seed=seed or 0,
-                dtype=None if dtype is None else dtype.value,
-                device=device,
-                gemm=gemm,
-                on_start=lambda: screen.say(
-                    f"Running the parts of {checkpoint} one by one in {source} ..."
-                ),
-                progress=advance,
-            )
-        choice = choose(found, exclude_worst=exclude_worst, max_kl=max_kl, target_bits=target_bits)
-        written = None
-        if write_recipe is not None and choice is not None:
-            written = _write(found, choice, write_recipe)
-        page = None if report is None else write_sensitivity(found, choice, report)
-        screen.show(
-            lambda: sensitivity_data(found, choice, written, page),
-            lambda: sensitivity_blocks(found, choice, written, page, verbose=verbose),
+    wanted.check()
+    with screen.progress("measuring") as advance:
+        found = run(
+            source,
+            checkpoint,
+            **vars(options),
+            on_start=lambda: screen.say(
+                f"Running the parts of {checkpoint} one by one in {source} ..."
+            ),
+            progress=advance,
         )
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+    choice = choose(
+        found,
+        exclude_worst=wanted.exclude_worst,
+        max_kl=wanted.max_kl,
+        target_bits=wanted.target_bits,
+    )
+    written = None
+    if wanted.write_recipe is not None and choice is not None:
+        written = _write(found, choice, wanted.write_recipe)
+    page = None if wanted.report is None else write_sensitivity(found, choice, wanted.report)
+    screen.show(
+        lambda: sensitivity_data(found, choice, written, page),
+        lambda: sensitivity_blocks(found, choice, written, page, verbose=verbose),
+    )
 
 
 def _write(found: Sensitivity, choice: Choice, path: Path) -> Path:

@@ -3,93 +3,27 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from beamq.commands import outcome
-from beamq.commands.options import (
-    AsJson,
-    CacheBudget,
-    Checkpoint,
-    Data,
-    Debug,
-    Device,
-    DeviceMemory,
-    DryRun,
-    DtypeOption,
-    Exclude,
-    ExpertsOption,
-    HostMemory,
-    KvCacheOption,
-    Output,
-    Overwrite,
-    Quiet,
-    Recipe,
-    Resume,
-    Samples,
-    Seed,
-    SequenceLength,
-    ShardSize,
-    Source,
-    Verbose,
-    Workers,
-)
+from beamq.commands.options import Checkpoint, Output, Source, command
 from beamq.commands.plan import FORMAT_NAMES, plan_data
+from beamq.convert.options import ConvertOptions, DequantizeOptions
 from beamq.errors import counted
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from beamq.convert.dequantize import DequantizeResult
     from beamq.convert.quantize import QuantizeResult
-    from beamq.report.console import Block, Screen
+    from beamq.convert.run import Progress
+    from beamq.plan.plan import Plan
+    from beamq.report.console import Advance, Block, Screen
 
 
+@command()
 def quantize(
-    source: Source,
-    output: Output,
-    recipe: Recipe = "nvfp4",
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            "--calibration",
-            metavar="STATS",
-            help="Statistics for NVFP4 input scales; nvfp4-gptq takes none.",
-        ),
-    ] = None,
-    no_calibration: Annotated[
-        bool, typer.Option("--no-calibration", help="NVFP4 input scales all 1.0 instead.")
-    ] = False,
-    data: Data = None,
-    samples: Samples = None,
-    sequence_length: SequenceLength = None,
-    seed: Seed = None,
-    experts: ExpertsOption = None,
-    dtype: DtypeOption = None,
-    device: Device = "auto",
-    max_device_memory: DeviceMemory = None,
-    statistics: Annotated[
-        Path | None,
-        typer.Option("--statistics", metavar="STATS", help="Keep what calibration saw, here."),
-    ] = None,
-    exclude: Exclude = None,
-    kv_cache: KvCacheOption = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option("--base-model", metavar="ORG/NAME", help="The source's id, for the card."),
-    ] = None,
-    max_shard_size: ShardSize = "5GB",
-    max_host_memory: HostMemory = "1.5GB",
-    cache_budget: CacheBudget = "100GB",
-    workers: Workers = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    screen: Screen, source: Source, output: Output, options: ConvertOptions, verbose: bool
 ) -> None:
     """Convert a BF16 Beam into an NVFP4 or FP8 one.
 
@@ -97,123 +31,63 @@ def quantize(
     them from --calibration STATS; or leaves them constant with --no-calibration. A run that was
     stopped goes on with --resume, and ends with the same bytes.
     """
+    from beamq.commands.calibrate import coverage_blocks, start_blocks
+    from beamq.commands.plan import needs_data, needs_text, plan_blocks
+    from beamq.convert.input_scales import CONSTANT_NOTE
+    from beamq.convert.quantize import quantize as convert
 
-    def body(screen: Screen) -> None:
-        from beamq.commands.calibrate import coverage_blocks, start_blocks
-        from beamq.commands.plan import needs_data, needs_text, plan_blocks
-        from beamq.convert.input_scales import CONSTANT_NOTE
-        from beamq.convert.limits import default_workers
-        from beamq.convert.quantize import quantize as convert
-        from beamq.convert.run import Progress
-        from beamq.plan.plan import Plan
-        from beamq.units import parse_size, show_bytes
+    def announce(plan: Plan) -> None:
+        needs = needs_data(plan, output, options)
+        screen.say(*plan_blocks(plan, verbose=verbose), needs_text(needs))
+        if plan.recipe.format == "nvfp4" and options.no_calibration:
+            screen.say(f"Note: {CONSTANT_NOTE}.")
+        if not options.dry_run:
+            screen.say(f"Converting {show_bytes(plan.source_nbytes)} to {output} ...")
 
-        memory = parse_size(max_host_memory, "--max-host-memory")
-        cache = parse_size(cache_budget, "--cache-budget")
-        threads = workers or default_workers()
-
-        def announce(made: Plan) -> None:
-            needs = needs_data(made, output, workers=threads, memory=memory, cache=cache)
-            screen.say(*plan_blocks(made, verbose=verbose), needs_text(needs))
-            if made.recipe.format == "nvfp4" and no_calibration:
-                screen.say(f"Note: {CONSTANT_NOTE}.")
-            if not dry_run:
-                screen.say(f"Converting {show_bytes(made.source_nbytes)} to {output} ...")
-
-        with screen.progress("converting") as advance:
-
-            def on_progress(progress: Progress) -> None:
-                if advance is not None:
-                    advance(progress.done_nbytes, progress.total_nbytes)
-
-            result = convert(
-                source,
-                output,
-                recipe=recipe,
-                calibration=calibration,
-                no_calibration=no_calibration,
-                data=data or (),
-                samples=samples,
-                sequence_length=sequence_length,
-                seed=seed,
-                experts=None if experts is None else experts.value,
-                dtype=None if dtype is None else dtype.value,
-                device=device,
-                max_device_memory=None
-                if max_device_memory is None
-                else parse_size(max_device_memory, "--max-device-memory"),
-                statistics=statistics,
-                exclude=exclude or (),
-                kv_cache=kv_cache,
-                max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
-                max_host_memory=memory,
-                cache_bytes=cache,
-                base_model=base_model,
-                workers=threads,
-                resume=resume,
-                overwrite=overwrite,
-                dry_run=dry_run,
-                on_plan=announce,
-                on_engine=screen.say,
-                on_start=lambda setup: screen.say(*start_blocks(setup)),
-                on_progress=on_progress,
-            )
-        if result.stats is not None:
-            screen.say(*coverage_blocks(result.stats))
-        screen.show(
-            lambda: quantize_data(result, source, dry_run=dry_run),
-            lambda: quantize_blocks(result, source, dry_run=dry_run),
+    with screen.progress("converting") as advance:
+        result = convert(
+            source,
+            output,
+            **vars(options),
+            on_plan=announce,
+            on_engine=screen.say,
+            on_start=lambda setup: screen.say(*start_blocks(setup)),
+            on_progress=_meter(advance),
         )
+    if result.stats is not None:
+        screen.say(*coverage_blocks(result.stats))
+    screen.show(
+        lambda: quantize_data(result, source, dry_run=options.dry_run),
+        lambda: quantize_blocks(result, source, dry_run=options.dry_run),
+    )
 
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+
+def _meter(advance: Advance | None) -> Callable[[Progress], None] | None:
+    if advance is None:
+        return None
+    return lambda progress: advance(progress.done_nbytes, progress.total_nbytes)
 
 
-# `beamq dequantize`: options in, one call into the library, a BF16 folder out.
-
-
+@command()
 def dequantize(
-    checkpoint: Checkpoint,
-    output: Output,
-    max_shard_size: ShardSize = "5GB",
-    cache_budget: CacheBudget = "100GB",
-    workers: Workers = None,
-    resume: Resume = False,
-    overwrite: Overwrite = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    screen: Screen, checkpoint: Checkpoint, output: Output, options: DequantizeOptions
 ) -> None:
     """Decode an NVFP4 or FP8 Beam back to BF16, exactly."""
+    from beamq.convert.dequantize import dequantize as decode
 
-    def body(screen: Screen) -> None:
-        from beamq.convert.dequantize import dequantize as decode
-        from beamq.convert.run import Progress
-        from beamq.units import parse_size
-
-        with screen.progress("decoding") as advance:
-
-            def on_progress(progress: Progress) -> None:
-                if advance is not None:
-                    advance(progress.done_nbytes, progress.total_nbytes)
-
-            result = decode(
-                checkpoint,
-                output,
-                max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
-                cache_bytes=parse_size(cache_budget, "--cache-budget"),
-                workers=workers,
-                resume=resume,
-                overwrite=overwrite,
-                on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output} ..."),
-                on_unchecked=lambda: screen.say(
-                    f"Note: {checkpoint} has no beamq.json with checksums, so nothing tells whether"
-                    " its bytes are those that were written."
-                ),
-                on_progress=on_progress,
-            )
-        screen.show(lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result))
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+    with screen.progress("decoding") as advance:
+        result = decode(
+            checkpoint,
+            output,
+            **vars(options),
+            on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output} ..."),
+            on_unchecked=lambda: screen.say(
+                f"Note: {checkpoint} has no beamq.json with checksums, so nothing tells whether"
+                " its bytes are those that were written."
+            ),
+            on_progress=_meter(advance),
+        )
+    screen.show(lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result))
 
 
 # What `beamq quantize` and `beamq dequantize` say at the end, as JSON and as a short table.

@@ -12,10 +12,7 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from beamq.commands import outcome
-from beamq.commands.options import AsJson, Debug
+from beamq.commands.options import command
 from beamq.units import show_bytes
 from beamq.version import __version__
 
@@ -23,15 +20,11 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
-def doctor(as_json: AsJson = False, debug: Debug = False) -> None:
+@command(quiet=False)
+def doctor(screen: Screen) -> None:
     """What this machine offers and what is missing."""
-
-    def body(screen: Screen) -> None:
-
-        data = doctor_data()
-        screen.show(lambda: data, lambda: doctor_blocks(data))
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, debug=debug))
+    data = doctor_data()
+    screen.show(lambda: data, lambda: doctor_blocks(data))
 
 
 # What `beamq doctor` says: what this machine offers, what is missing, and what that rules out.

@@ -1,48 +1,31 @@
-"""The options that several commands share, with their help: part of the command line's face.
+"""From the body of a command to its command line: flags are read from dataclasses of options.
 
-Only cli.py and commands import typer. Defaults are given where a command uses an option.
+In: a function `body(screen, ...)`. Out: what typer runs. Parameters of the body say what the
+command takes: an `Annotated` one is a positional argument, a dataclass holds options (see
+`beamq.options`), and one named as in `COMMON` gets that flag's value.
+
+Only cli.py and commands import typer.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 
-from beamq.plan.recipe import BUILT_IN
+from beamq.commands import outcome
+from beamq.options import FLAG, Flag, from_keywords
+from beamq.units import parse_size
 
+if TYPE_CHECKING:
+    from beamq.report.console import Screen
 
-class KvCache(StrEnum):
-    """What `--kv-cache` takes."""
-
-    none = "none"
-    fp8 = "fp8"
-
-
-class Experts(StrEnum):
-    """What `--experts` takes."""
-
-    routed = "routed"
-    all = "all"
-
-
-class Dtype(StrEnum):
-    """What `--dtype` takes."""
-
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Level(StrEnum):
-    """What `--level` takes."""
-
-    structure = "structure"
-    tensors = "tensors"
-    forward = "forward"
-
-
+T = TypeVar("T")
 Source = Annotated[
     str,
     typer.Argument(
@@ -55,120 +38,108 @@ Output = Annotated[
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Folder of a Beam.", show_default=False)
 ]
-Recipe = Annotated[
-    str,
-    typer.Option(
-        "--recipe",
-        "-r",
-        help=f"{', '.join(BUILT_IN)}, or a .yaml file.",
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude",
-        metavar="PATTERN",
-        help="Modules to leave precise: a dotted part, a glob, or re:REGEX. May be repeated.",
-        show_default=False,
-    ),
-]
-KvCacheOption = Annotated[
-    KvCache | None,
-    typer.Option("--kv-cache", help="KV cache scheme to declare.", show_default="the recipe's"),
-]
-ShardSize = Annotated[
-    str, typer.Option("--max-shard-size", metavar="SIZE", help="Largest output file, as 5GB.")
-]
-HostMemory = Annotated[
-    str, typer.Option("--max-host-memory", metavar="SIZE", help="Bound on buffers, as 1.5GB.")
-]
-CacheBudget = Annotated[
-    str,
-    typer.Option(
-        "--cache-budget",
-        metavar="SIZE",
-        help="Bound on shards on disk at a time, where the source is on the Hub.",
-    ),
-]
-Workers = Annotated[
-    int | None, typer.Option("--workers", min=1, help="Threads.", show_default="usable cores")
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where an earlier run stopped.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-Data = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data",
-        metavar="D",
-        help="Text: a file, a folder, .jsonl, .parquet or a dataset's id; D:0.3 weighs it."
-        " May be repeated.",
-        show_default="Python's standard library",
-    ),
-]
-Samples = Annotated[
-    int | None,
-    typer.Option("--samples", min=1, help="Rows of tokens.", show_default="256; 128 on a CPU"),
-]
-SequenceLength = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence-length", min=1, help="Tokens of a row.", show_default="2048; 512 on a CPU"
-    ),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Order of the data.", show_default="0")]
-ExpertsOption = Annotated[
-    Experts | None,
-    typer.Option(
-        "--experts",
-        help="Tokens an expert is calibrated on: those routed to it, or all.",
-        show_default="routed",
-    ),
-]
-DtypeOption = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Of activations.", show_default="bfloat16"),
-]
-Device = Annotated[
-    str, typer.Option("--device", help="auto (a GPU where it helps), cpu, cuda or cuda:N.")
-]
-DeviceMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--max-device-memory",
-        metavar="SIZE",
-        help="Bound on the forward pass, as 20GB.",
-        show_default="what a GPU has free",
-    ),
-]
-EvaluationSamples = Annotated[
-    int | None,
-    typer.Option("--samples", min=1, help="Rows of tokens.", show_default="64; 16 on a CPU"),
-]
-EvaluationLength = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence-length", min=2, help="Tokens of a row.", show_default="2048; 512 on a CPU"
-    ),
-]
-PartsSamples = Annotated[
-    int | None, typer.Option("--samples", min=1, help="Rows of tokens.", show_default="8")
-]
-PartsLength = Annotated[
-    int | None,
-    typer.Option(
-        "--sequence-length", min=2, help="Tokens of a row.", show_default="1024; 256 on a CPU"
-    ),
-]
-EvaluationDtype = Annotated[
-    Dtype | None,
-    typer.Option("--dtype", help="Of activations.", show_default="bfloat16; float32 on a CPU"),
-]
-Report = Annotated[
-    Path | None,
-    typer.Option("--report", metavar="DIR", help="Write it as HTML, Markdown and JSON there."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Plan and check, write nothing.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Leave nothing out of lists.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only results and errors.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback when something fails.")]
+COMMON = {
+    "as_json": Flag(help="Print the result as JSON.", names=("--json",)),
+    "verbose": Flag(help="Leave nothing out of lists.", names=("--verbose", "-v")),
+    "quiet": Flag(help="Only results and errors.", names=("--quiet", "-q")),
+    "debug": Flag(help="Show a traceback when something fails."),
+}
+
+
+def command(*, quiet: bool = True) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Make a command of its body. `--verbose` is offered where the body takes it, and `--quiet`
+    where `quiet` says so."""
+
+    def decorate(body: Callable[..., int | None]) -> Callable[..., None]:
+        # `Screen` is not imported at run time: it brings rich.
+        hints = get_type_hints(body, localns={"Screen": object}, include_extras=True)
+        groups: dict[str, type] = {
+            name: hint
+            for name, hint in hints.items()
+            if isinstance(hint, type) and is_dataclass(hint)
+        }
+        places = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
+        common = [
+            name
+            for name in COMMON
+            if (name != "verbose" or "verbose" in hints) and (name != "quiet" or quiet)
+        ]
+
+        def callback(**given: Any) -> None:
+            def run(screen: Screen) -> int | None:
+                taken = {name: given[name] for name in (*places, *common) if name in hints}
+                taken |= {name: _read(cls, given) for name, cls in groups.items()}
+                return body(screen, **taken)
+
+            how = {name: given[name] for name in common if name != "verbose"}
+            raise typer.Exit(outcome.run(run, **how))
+
+        parameters = [_parameter(name, hints[name], inspect.Parameter.empty) for name in places]
+        parameters += [_option(each.name, each.default, each.metadata[FLAG])
+                       for each in _ordered(groups.values())]  # fmt: skip
+        parameters += [_option(name, False, COMMON[name]) for name in common]
+        callback.__name__, callback.__doc__ = body.__name__, body.__doc__
+        callback.__annotations__ = {each.name: each.annotation for each in parameters}
+        callback.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return callback
+
+    return decorate
+
+
+def _ordered(classes: Any) -> list[Field[Any]]:
+    """The fields with a flag in the order of help."""
+    found = [each for cls in classes for each in fields(cls) if FLAG in each.metadata]
+    for each in [each for each in found if each.metadata[FLAG].after is not None]:
+        found.remove(each)
+        names = [other.name for other in found]
+        found.insert(names.index(each.metadata[FLAG].after) + 1, each)
+    return found
+
+
+def _option(name: str, default: Any, flag: Flag) -> inspect.Parameter:
+    """An option as typer takes it: None stands for a default that the library fills in."""
+    kind: Any = flag.type or (str if default is None else type(default))
+    if flag.choices:
+        functional: Any = Enum  # mypy knows only members that are literals
+        kind = functional("Choice", {choice: choice for choice in flag.choices})
+    if flag.size:
+        kind, default = str, default and f"{default / 1e9:g}GB"
+    if flag.many:
+        kind = list[str]
+    if flag.shown is not None or flag.many:
+        default = None
+    found = typer.Option(
+        *(flag.names or (_spelling(name),)),
+        help=flag.help,
+        metavar=flag.metavar,
+        min=flag.at_least,
+        show_default=True if flag.shown is None else flag.shown,
+    )
+    return _parameter(name, Annotated[kind if default is not None else kind | None, found], default)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+    )
+
+
+def _spelling(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _read(cls: type[T], given: Mapping[str, Any]) -> T:
+    """The options among what typer read. Raises `UsageError` for a size that is none."""
+    values = {}
+    for each in fields(cls):  # type: ignore[arg-type]
+        flag, value = each.metadata.get(FLAG), given.get(each.name)
+        if flag is None or value is None:
+            continue
+        if flag.size:
+            value = parse_size(value, (flag.names or (_spelling(each.name),))[0])
+        elif flag.choices:
+            value = value.value
+        elif flag.many:
+            value = tuple(value)
+        values[each.name] = value
+    return from_keywords(cls, values)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from beamq.commands import outcome
-from beamq.commands.options import (
-    AsJson,
-    CacheBudget,
-    Debug,
-    Exclude,
-    HostMemory,
-    KvCacheOption,
-    Quiet,
-    Recipe,
-    ShardSize,
-    Source,
-    Verbose,
-    Workers,
+from beamq.commands.options import Source, command
+from beamq.convert.options import (
+    CACHE_BUDGET,
+    CACHE_BYTES,
+    EXCLUDE,
+    HOST_MEMORY,
+    KV_CACHE,
+    MEMORY_BYTES,
+    RECIPE,
+    SHARD_BYTES,
+    SHARD_SIZE,
+    WORKERS,
+    ConvertOptions,
 )
+from beamq.options import Flag, option
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -35,73 +33,55 @@ if TYPE_CHECKING:
     from beamq.report.tables import Table
 
 
-def plan(
-    source: Source,
-    recipe: Recipe = "nvfp4",
-    exclude: Exclude = None,
-    kv_cache: KvCacheOption = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME[:N]", help="One machine in full, as h200:8."),
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(
-            "--context", min=1, help="Tokens of a sequence.", show_default="131072 or the model's"
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Where it would be written.", show_default="this folder"),
-    ] = None,
-    max_shard_size: ShardSize = "5GB",
-    max_host_memory: HostMemory = "1.5GB",
-    cache_budget: CacheBudget = "100GB",
-    workers: Workers = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What to plan and for which machine."""
+
+    recipe: str = option("nvfp4", RECIPE)
+    exclude: Sequence[str] = option((), EXCLUDE)
+    kv_cache: str | None = option(None, KV_CACHE)
+    gpu: str | None = option(None, Flag(help="One machine in full, as h200:8.", metavar="NAME[:N]"))
+    context: int | None = option(
+        None,
+        Flag(help="Tokens of a sequence.", type=int, at_least=1, shown="131072 or the model's"),
+    )
+    output: Path | None = option(
+        None, Flag(help="Where it would be written.", type=Path, shown="this folder")
+    )
+    max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
+    max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
+    cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
+    workers: int | None = option(None, WORKERS)
+
+
+@command()
+def plan(screen: Screen, source: Source, options: PlanOptions, verbose: bool) -> None:
     """Sizes, memory, disk and what fits where, from headers."""
+    from beamq.convert.limits import check_cache
+    from beamq.plan.plan import make_plan
+    from beamq.plan.serving import parse_gpu
+    from beamq.report.serving import ServingView
 
-    def body(screen: Screen) -> None:
-        from beamq.convert.limits import check_cache, default_workers
-        from beamq.plan.plan import make_plan
-        from beamq.plan.serving import parse_gpu
-        from beamq.report.serving import ServingView
-        from beamq.units import parse_size
-
-        machine, count = parse_gpu(gpu) if gpu is not None else (None, None)
-        memory = parse_size(max_host_memory, "--max-host-memory")
-        cache = parse_size(cache_budget, "--cache-budget")
-        made = make_plan(
-            source,
-            recipe,
-            exclude=exclude or (),
-            kv_cache=kv_cache,
-            max_shard_bytes=parse_size(max_shard_size, "--max-shard-size"),
-        )
-        check_cache(made, cache)
-        needs = needs_data(
-            made,
-            output or Path(),
-            workers=workers or default_workers(),
-            memory=memory,
-            cache=cache,
-        )
-        serving = ServingView(made, context=context, gpu=machine, count=count)
-        screen.show(
-            lambda: {
-                "command": "plan",
-                **plan_data(made, source),
-                "needs": needs,
-                "serving": serving.data(),
-            },
-            lambda: [*plan_blocks(made, verbose=verbose), needs_text(needs), *serving.blocks()],
-        )
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+    machine, count = parse_gpu(options.gpu) if options.gpu is not None else (None, None)
+    made = make_plan(
+        source,
+        options.recipe,
+        exclude=options.exclude,
+        kv_cache=options.kv_cache,
+        max_shard_bytes=options.max_shard_bytes,
+    )
+    check_cache(made, options.cache_bytes)
+    needs = needs_data(made, options.output or Path(), options)
+    serving = ServingView(made, context=options.context, gpu=machine, count=count)
+    screen.show(
+        lambda: {
+            "command": "plan",
+            **plan_data(made, source),
+            "needs": needs,
+            "serving": serving.data(),
+        },
+        lambda: [*plan_blocks(made, verbose=verbose), needs_text(needs), *serving.blocks()],
+    )
 
 
 # What `beamq plan` and `beamq quantize` say about a plan, as plain data and as text.
@@ -231,9 +211,7 @@ def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
     return blocks
 
 
-def needs_data(
-    plan: Plan, folder: Path, *, workers: int, memory: int, cache: int
-) -> dict[str, Any]:
+def needs_data(plan: Plan, folder: Path, options: PlanOptions | ConvertOptions) -> dict[str, Any]:
     """What a run will take: disk_bytes, disk_free_bytes where `folder` is or will be,
     host_memory_bytes (buffers, without the interpreter) and workers.
 
@@ -242,13 +220,14 @@ def needs_data(
     be at least).
     """
 
-    from beamq.convert.limits import predicted_host_nbytes
+    from beamq.convert.limits import default_workers, predicted_host_nbytes
     from beamq.convert.output import disk_nbytes, free_nbytes
 
+    workers, cache = options.workers or default_workers(), options.cache_bytes
     return {
         "disk_bytes": disk_nbytes(plan, cache),
         "disk_free_bytes": free_nbytes(folder.expanduser()),
-        "host_memory_bytes": predicted_host_nbytes(plan, workers, memory),
+        "host_memory_bytes": predicted_host_nbytes(plan, workers, options.max_host_memory),
         "workers": workers,
         "hub": _hub_needs(plan, cache) if plan.remote_shards else None,
     }

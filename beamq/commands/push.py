@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from beamq.commands import outcome
-from beamq.commands.options import AsJson, Checkpoint, Debug, Quiet
+from beamq.commands.options import Checkpoint, command
 from beamq.errors import UsageError, counted
+from beamq.options import Flag, option
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -16,51 +17,47 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
+@dataclass(frozen=True, kw_only=True)
+class PushOptions:
+    """Where to push, and whether to."""
+
+    private: bool = option(False, Flag(help="Create it private; refuse one that is public."))
+    revision: str | None = option(None, Flag(help="Branch to push to.", shown="main"))
+    dry_run: bool = option(False, Flag(help="Check and list the files, send nothing."))
+
+
+@command()
 def push(
+    screen: Screen,
     checkpoint: Checkpoint,
     repo: Annotated[
         str, typer.Argument(metavar="REPO", help="org/name on the Hub.", show_default=False)
     ],
-    private: Annotated[
-        bool, typer.Option("--private", help="Create it private; refuse one that is public.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option("--revision", help="Branch to push to.", show_default="main")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check and list the files, send nothing.")
-    ] = False,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
+    options: PushOptions,
+    as_json: bool,
+    quiet: bool,
 ) -> None:
     """Publish a checkpoint on the Hub, and check what arrived.
 
     A folder that verify refuses, by structure or checksums, is not sent. Index and configs go last.
     A push that was stopped goes on when the same command is run again.
     """
+    from beamq.publish import push as send
+    from beamq.ranks import current_ranks
 
-    def body(screen: Screen) -> None:
-        from beamq.publish import push as send
-        from beamq.ranks import current_ranks
-
-        started = current_ranks().world
-        if started > 1:
-            raise UsageError(
-                f"push runs in one process, and torchrun started {started}; leave torchrun out"
-            )
-        result = send(
-            checkpoint,
-            repo,
-            private=private,
-            revision=revision,
-            dry_run=dry_run,
-            show_progress=not (as_json or quiet),
-            checking=lambda: screen.progress("checking"),
+    started = current_ranks().world
+    if started > 1:
+        raise UsageError(
+            f"push runs in one process, and torchrun started {started}; leave torchrun out"
         )
-        screen.show(lambda: push_data(result), lambda: push_blocks(result))
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+    result = send(
+        checkpoint,
+        repo,
+        **vars(options),
+        show_progress=not (as_json or quiet),
+        checking=lambda: screen.progress("checking"),
+    )
+    screen.show(lambda: push_data(result), lambda: push_blocks(result))
 
 
 # What `beamq push` says, as JSON and as text.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
-from beamq.commands import outcome
-from beamq.commands.options import AsJson, Checkpoint, Debug, Level, Quiet, Verbose, Workers
+from beamq.commands.options import Checkpoint, command
+from beamq.convert.options import WORKERS
 from beamq.errors import UsageError, counted
+from beamq.options import Flag, option
 from beamq.units import show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
@@ -17,67 +17,50 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
-def verify(
-    checkpoint: Checkpoint,
-    source: Annotated[
-        str | None,
-        typer.Option("--source", help="What it was made from, to compare every value with."),
-    ] = None,
-    level: Annotated[
-        Level,
-        typer.Option(
-            "--level",
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """How far to check."""
+
+    source: str | None = option(
+        None, Flag(help="What it was made from, to compare every value with.")
+    )
+    level: Literal["structure", "tensors", "forward"] = option(
+        "tensors",
+        Flag(
             help="structure: headers; tensors: every byte; forward: run it beside --source.",
+            choices=("structure", "tensors", "forward"),
         ),
-    ] = Level.tensors,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Only checksums: every byte against beamq.json.")
-    ] = False,
-    workers: Workers = None,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
+    )
+    quick: bool = option(False, Flag(help="Only checksums: every byte against beamq.json."))
+    workers: int | None = option(None, WORKERS)
+
+
+@command()
+def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbose: bool) -> int:
     """Check a folder: what engines will load, against the source."""
+    from beamq.eval.verify.verify import verify as check
 
-    def body(screen: Screen) -> int:
-        from beamq.eval.verify.verify import verify as check
-
-        if quick and level is not Level.tensors:
-            raise UsageError("--quick and --level contradict each other; give one")
-        with screen.progress("verifying") as advance:
-            report = check(
-                checkpoint,
-                source=source,
-                level="quick" if quick else level.value,
-                workers=workers,
-                progress=advance,
-            )
-        screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
-        return 0 if report.ok else 1
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+    if options.quick and options.level != "tensors":
+        raise UsageError("--quick and --level contradict each other; give one")
+    with screen.progress("verifying") as advance:
+        report = check(
+            checkpoint,
+            source=options.source,
+            level="quick" if options.quick else options.level,
+            workers=options.workers,
+            progress=advance,
+        )
+    screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
+    return 0 if report.ok else 1
 
 
-# `beamq inspect`: a folder in, what it is out.
-
-
-def inspect(
-    checkpoint: Checkpoint,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
+@command()
+def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
     """What a checkpoint is: format, share quantized, oddities."""
+    from beamq.eval.verify.inspect import inspect_checkpoint
 
-    def body(screen: Screen) -> None:
-        from beamq.eval.verify.inspect import inspect_checkpoint
-
-        found = inspect_checkpoint(checkpoint)
-        screen.show(lambda: inspect_data(found), lambda: inspect_blocks(found))
-
-    raise typer.Exit(outcome.run(body, as_json=as_json, quiet=quiet, debug=debug))
+    found = inspect_checkpoint(checkpoint)
+    screen.show(lambda: inspect_data(found), lambda: inspect_blocks(found))
 
 
 # What `beamq inspect` says: the checkpoint at a glance, its parts, and what is odd about it.

@@ -9,11 +9,12 @@ it streams, resumes and leaves only whole files.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
@@ -21,20 +22,21 @@ from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import CpuWorkerFactory
 from beamq.convert.finalise import build_index, listed_shards
 from beamq.convert.input_scales import no_scales
-from beamq.convert.limits import DEFAULT_MEMORY_BYTES, check_cache, default_workers
-from beamq.convert.run import Progress, Runner, RunOptions, cache_folder
+from beamq.convert.limits import DEFAULT_MEMORY_BYTES, default_workers
+from beamq.convert.options import DequantizeEvents, DequantizeKeywords, DequantizeOptions
+from beamq.convert.run import Runner, RunOptions, open_run
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.eval.verify.checksums import SumReader
-from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import ShardRecord, refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.safetensors_header import TensorSpec, few
-from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import copy_file, write_json
 from beamq.io.source import INDEX_NAME, LocalFiles
+from beamq.options import from_keywords, takes
 from beamq.plan.layout import NVFP4_BLOCK
-from beamq.plan.plan import DEFAULT_SHARD_BYTES, Draft, Work, place
+from beamq.plan.plan import Draft, Work, place
 from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.ranks import current_ranks
 
@@ -86,50 +88,34 @@ class DequantizeResult:
     seconds: float
 
 
+@takes(DequantizeOptions, DequantizeEvents)
 def dequantize(
-    checkpoint: str | Path,
-    output: str | Path,
-    *,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
-    workers: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    on_plan: Callable[[Work], None] = lambda work: None,
-    on_unchecked: Callable[[], None] = lambda: None,
-    on_progress: Callable[[Progress], None] | None = None,
+    checkpoint: str | Path, output: str | Path, **keywords: Unpack[DequantizeKeywords]
 ) -> DequantizeResult:
     """Decode every quantized linear of a folder, or of `org/name` on the Hub, to BF16 [N, K].
 
-    `on_plan` is called before work. A local folder is first held against the checksums in its
-    `beamq.json`; `on_unchecked` is called where it has none. Raises `CheckpointError` where they
-    differ, `TensorError` when nothing is quantized or scales are missing or mis-shaped, and the
-    same `EnvironmentFault`s as `quantize`.
+    A local folder is first checked against the checksums in its `beamq.json`. See
+    `DequantizeOptions` and `DequantizeEvents` for the keywords. Raises `CheckpointError` where
+    checksums differ, `TensorError` when nothing is quantized or scales are missing or mis-shaped,
+    and the same `EnvironmentFault`s as `quantize`.
     """
     begun = time.monotonic()
-    output, ranks = user_path(output), current_ranks()
+    options = from_keywords(DequantizeOptions, keywords)
+    events = from_keywords(DequantizeEvents, keywords)
+    output, ranks, threads = user_path(output), current_ranks(), options.workers
+    threads = threads or default_workers()
     output_folder.check_places(checkpoint, output)
     refuse_unfinished(user_path(checkpoint))
-    place, budget = cache_folder(output, ranks), cache_bytes // ranks.world
     with ExitStack() as stack:
-        stack.callback(ranks.leave)  # torch aborts a process that ends as a member
-        with ranks.meeting():
-            if ranks.first:
-                output_folder.check(output, resume=resume, overwrite=overwrite)
-        with ranks.agreeing():
-            source = stack.enter_context(
-                open_checkpoint(checkpoint, cache_bytes=budget, cache_folder=place)
-            )
-            work = make_decode_work(source, max_shard_bytes)
-        check_cache(work, budget)
+        source, work = open_run(
+            stack, checkpoint, output, options, ranks,
+            lambda opened: make_decode_work(opened, options.max_shard_bytes),
+        )  # fmt: skip
         if ranks.first:
-            on_plan(work)
-        if (
-            ranks.first
-            and isinstance(source.source, LocalFiles)
-            and not check_recorded_bytes(source, workers or default_workers())
-        ):
-            on_unchecked()
+            events.on_plan(work)
+            local = isinstance(source.source, LocalFiles)
+            if local and not check_recorded_bytes(source, threads):
+                events.on_unchecked()
 
         def finish(records: Mapping[str, ShardRecord]) -> Manifest:
             return _finalise(work, source, output, records)
@@ -138,16 +124,16 @@ def dequantize(
             checkpoint=source,
             work=work,
             output=output,
-            factory=CpuWorkerFactory(source, DEFAULT_MEMORY_BYTES, workers or default_workers()),
+            factory=CpuWorkerFactory(source, DEFAULT_MEMORY_BYTES, threads),
             scales=no_scales("decoding needs no input scale"),
             ranks=ranks,
             options=RunOptions(
-                workers=workers or default_workers(),
+                workers=threads,
                 memory=DEFAULT_MEMORY_BYTES,
-                resume=resume,
-                overwrite=overwrite,
-                on_progress=on_progress,
-                cache_bytes=cache_bytes,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                on_progress=events.on_progress,
+                cache_bytes=options.cache_bytes,
             ),
             finalise=finish,
         ).run()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from beamq.convert.open_shards import OpenShards
+from beamq.convert.options import ConvertOptions
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.plan.plan import Job, Plan
@@ -122,13 +123,10 @@ COVERAGE_NAME = "beamq-coverage.txt"
 _SHOWN_SOURCES = 3
 
 
-def check_options(
-    plan: Plan, *, calibration: str | Path | None, no_calibration: bool, calibrate: bool
-) -> None:
-    """Raise `UsageError` where options contradict each other or the recipe.
-
-    `calibrate` says whether options of a calibration on the way (`--data` and its like) are given.
-    """
+def check_options(plan: Plan, options: ConvertOptions) -> None:
+    """Raise `UsageError` where options contradict each other or the recipe."""
+    calibration, no_calibration = options.calibration, options.no_calibration
+    calibrate = bool(options.calibration_given()) or options.statistics is not None
     if calibration is not None and no_calibration:
         raise UsageError("--calibration and --no-calibration contradict each other; give one")
     if calibrate and (calibration is not None or no_calibration):
@@ -153,15 +151,15 @@ def check_options(
 
 
 def given_input_scales(
-    plan: Plan, checkpoint: Checkpoint, *, calibration: str | Path | None, no_calibration: bool
-) -> KnownScales | None:
+    plan: Plan, checkpoint: Checkpoint, options: ConvertOptions
+) -> InputScaleProvider | None:
     """The scales that are there before the run; None where a calibration has to make them.
 
     Raises `CalibrationError` for a statistics file that does not fit.
     """
     if plan.recipe.format == "fp8":
         return no_scales("FP8 has no input scale")
-    if no_calibration:
+    if options.no_calibration:
         from beamq.calib.input_scales import constant_scales  # NumPy, only where scales are needed
 
         scales = constant_scales()
@@ -170,11 +168,11 @@ def given_input_scales(
             digest=scales.digest,
             record={"digest": scales.digest, "description": CONSTANT_NOTE},
         )
-    if calibration is None:
+    if options.calibration is None:
         return None
     from beamq.calib.statistics import load_stats
 
-    stats = load_stats(Path(calibration))
+    stats = load_stats(Path(options.calibration))
     stats.check_model(checkpoint.content_digest(), checkpoint.label)
     return from_statistics(plan, stats)
 

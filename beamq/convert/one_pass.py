@@ -34,7 +34,8 @@ import torch
 from beamq.beam.tensors import Role
 from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.calib.input_scales import input_scales
-from beamq.calib.setup import CalibrationOptions, CalibrationSetup
+from beamq.calib.options import CalibrationEvents, CalibrationOptions
+from beamq.calib.setup import CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
 from beamq.convert.cpu_worker import Worker, WorkerFactory
 from beamq.convert.input_scales import Feed, KnownScales, from_statistics
@@ -75,10 +76,8 @@ class OnePass:
         ranks: Ranks,
         factory: WorkerFactory,
         *,
-        device_nbytes: int = 0,
-        statistics: Path | None = None,
-        on_start: Callable[[CalibrationSetup], None] = lambda setup: None,
-        on_layer: Callable[[LayerDone], None] = lambda done: None,
+        statistics: Path | None,
+        events: CalibrationEvents,
     ) -> None:
         self._method = plan.recipe.expert_method
         if self._method is not None:
@@ -89,14 +88,14 @@ class OnePass:
             ranks,
             rounds_experts=self._method is not None,
             waiting_nbytes=_waiting_nbytes(plan, options.dtype),
-            taken_nbytes=device_nbytes,
+            taken_nbytes=factory.device_nbytes,
         )
         self._plan = plan
         self._factory = factory
         self._output = output
         self._state_folder = output / STATE_DIR / CALIBRATION
         self._statistics = statistics
-        self._on_layer = on_layer
+        self._on_layer = events.on_layer
         self._known: KnownScales | None = None
         self.state_nbytes = self._setup.state_nbytes
         self.calibrated: tuple[int, int] | None = None
@@ -105,7 +104,7 @@ class OnePass:
             self._setup.fingerprint, options.experts, [self._setup.data_record()]
         )
         if ranks.first:
-            on_start(self._setup)
+            events.on_start(self._setup)
 
     @property
     def feed(self) -> Feed:

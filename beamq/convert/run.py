@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider
-from beamq.convert.limits import check_address_space, check_small_tensors
+from beamq.convert.limits import check_address_space, check_cache, check_small_tensors
 from beamq.convert.open_shards import OpenShards, join
+from beamq.convert.options import ConvertOptions, DequantizeOptions
 from beamq.errors import Interrupted, ResumeError, counted
-from beamq.io.checkpoint import Checkpoint
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
@@ -200,9 +203,34 @@ class RunOptions:
 Finalise = Callable[[Mapping[str, ShardRecord]], Manifest]
 
 
-def cache_folder(output: Path, ranks: Ranks) -> Path:
-    """Where a rank keeps shards of a remote source: in the state folder, which goes at the end."""
-    return output / STATE_DIR / f"source-{ranks.rank}"
+W = TypeVar("W", bound=Work)
+
+
+def open_run(
+    stack: ExitStack,
+    source: str | Path,
+    output: Path,
+    options: ConvertOptions | DequantizeOptions,
+    ranks: Ranks,
+    make: Callable[[Checkpoint], W],
+) -> tuple[Checkpoint, W]:
+    """Check the output, open the source and plan its work, before anything is written.
+
+    A failure at one rank is raised at all. Shards of a remote source are kept in the output's state
+    folder, which goes at the end of the run.
+    """
+    stack.callback(ranks.leave)  # torch aborts a process that ends as a member
+    with ranks.meeting():
+        if ranks.first:
+            output_folder.check(output, resume=options.resume, overwrite=options.overwrite)
+    place, budget = output / STATE_DIR / f"source-{ranks.rank}", options.cache_bytes // ranks.world
+    with ranks.agreeing():
+        checkpoint = stack.enter_context(
+            open_checkpoint(source, cache_bytes=budget, cache_folder=place)
+        )
+        work = make(checkpoint)
+    check_cache(work, budget)
+    return checkpoint, work
 
 
 class Runner:

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.setup import DTYPES
+from beamq.calib.options import DTYPES
 from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
@@ -38,6 +36,7 @@ from beamq.eval.compare.footprint import (
     stored_format,
     stored_units,
 )
+from beamq.eval.compare.options import CompareEvents, CompareKeywords, CompareOptions
 from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, damage_of
 from beamq.eval.compare.side_by_side import ReadChecksums, StreamOptions, run_side_by_side
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
@@ -49,6 +48,7 @@ from beamq.io.manifest import Manifest, file_checksum
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME
 from beamq.model.gemm.select import select_gemm
+from beamq.options import from_keywords, takes
 from beamq.ranks import Ranks, current_ranks
 from beamq.version import __version__
 
@@ -67,35 +67,23 @@ class _Opened:
     model: ComparedModel
 
 
+@takes(CompareOptions, CompareEvents)
 def compare(
     source: str | Path,
     checkpoints: Sequence[str | Path],
-    *,
-    data: Sequence[str] = (),
-    samples: int | None = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    input_ids: NDArray[np.int64] | None = None,
-    dtype: str | None = None,
-    device: str = "auto",
-    gemm: str | None = None,
-    on_start: Callable[[], None] = lambda: None,
-    progress: Callable[[int, int], None] | None = None,
-    on_result: Callable[[Comparison], None] = lambda found: None,
+    **keywords: Unpack[CompareKeywords],
 ) -> Comparison:
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
-    `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
-    place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
-    `gemm` the back end (see `model.linear.select_gemm`). A candidate whose bytes are not those in
-    its beamq.json is judged not safe. `on_start` is called when all is checked and before work,
-    `progress` with bytes of weights done and in all, `on_result` with what is returned.
+    See `CompareOptions` and `CompareEvents` for the keywords. A candidate whose bytes are not those
+    in its beamq.json is judged not safe.
 
     Under torchrun, experts are split over ranks; all find the same, and the first alone calls
     `on_start` and `on_result`. Raises, there at every rank, `UsageError` for options that do not
     fit, `ConfigError` for a candidate that is another model, `CalibrationError` for data, and what
     reading checkpoints and `on_result` raise; `EnvironmentFault` where another rank is lost.
     """
+    asked, events = from_keywords(CompareOptions, keywords), from_keywords(CompareEvents, keywords)
     begun = time.monotonic()
     if not checkpoints:
         raise UsageError("no checkpoint to compare with the source; name at least one")
@@ -103,17 +91,17 @@ def compare(
     try:
         with ExitStack() as stack:
             with ranks.agreeing():
-                where = choose_device(device, ranks)
-                multiply = gemm or DEFAULT_GEMM.get(where.type, "reference")
+                where = choose_device(asked.device, ranks)
+                multiply = asked.gemm or DEFAULT_GEMM.get(where.type, "reference")
                 options = StreamOptions(
-                    dtype=_dtype(dtype, where), device=where, gemm=select_gemm(multiply)
+                    dtype=_dtype(asked.dtype, where), device=where, gemm=select_gemm(multiply)
                 )
                 base, *others = _open_all([source, *checkpoints], ranks, stack)
-                if input_ids is not None:
-                    text = given_text(input_ids)
+                if asked.input_ids is not None:
+                    text = given_text(asked.input_ids)
                 else:
-                    size = _size(base.checkpoint, where, samples, sequence_length)
-                    text = read_text(base.checkpoint, data, size, seed)
+                    size = _size(base.checkpoint, where, asked.samples, asked.sequence_length)
+                    text = read_text(base.checkpoint, asked.data, size, asked.seed)
                 sums = [ReadChecksums(other.manifest) for other in others]
             found = run_side_by_side(
                 base.checkpoint,
@@ -122,8 +110,8 @@ def compare(
                 options,
                 ranks=ranks,
                 sums=sums,
-                on_start=on_start,
-                progress=progress,
+                on_start=events.on_start,
+                progress=events.progress,
             )
             with ranks.agreeing():
                 result = Comparison(
@@ -137,7 +125,7 @@ def compare(
                     seconds=time.monotonic() - begun,
                 )
                 if ranks.first:
-                    on_result(result)
+                    events.on_result(result)
         return result
     finally:
         ranks.leave()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from numpy import int64
@@ -31,11 +31,16 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
-from beamq.calib.setup import DTYPES
+from beamq.calib.options import DTYPES
 from beamq.devices import choose_device
 from beamq.errors import RecipeError, TensorError, UsageError
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
+from beamq.eval.compare.options import (
+    SensitivityEvents,
+    SensitivityKeywords,
+    SensitivityOptions,
+)
 from beamq.eval.compare.side_by_side import StreamOptions, expect_alike
 from beamq.eval.compare.text import read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
@@ -46,6 +51,7 @@ from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
+from beamq.options import from_keywords, takes
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
@@ -267,28 +273,18 @@ HEAD_TOKENS = 256
 States = list[torch.Tensor]
 
 
+@takes(SensitivityOptions, SensitivityEvents)
 def sensitivity(
-    source: str | Path,
-    checkpoint: str | Path,
-    *,
-    data: Sequence[str] = (),
-    samples: int | None = None,
-    sequence_length: int | None = None,
-    seed: int = 0,
-    dtype: str | None = None,
-    device: str = "auto",
-    gemm: str = "reference",
-    on_start: Callable[[], None] = lambda: None,
-    progress: Callable[[int, int], None] | None = None,
+    source: str | Path, checkpoint: str | Path, **keywords: Unpack[SensitivityKeywords]
 ) -> Sensitivity:
     """Run the parts of `checkpoint` one at a time in place of `source`'s.
 
-    `data` are `--data` specs (none: the default evaluation text); `gemm` is how quantized parts are
-    multiplied ("weights-only" leaves activations exact). `on_start` is called when all is checked
-    and before work, `progress` with layers done and in all. Raises `UsageError` for options and for
-    several processes, `TensorError` for a checkpoint with nothing quantized, `ConfigError` for
-    another model, and what reading raises.
+    See `SensitivityOptions` and `SensitivityEvents` for the keywords. Raises `UsageError` for
+    options and for several processes, `TensorError` for a checkpoint with nothing quantized,
+    `ConfigError` for another model, and what reading raises.
     """
+    asked = from_keywords(SensitivityOptions, keywords)
+    events = from_keywords(SensitivityEvents, keywords)
     begun = time.monotonic()
     ranks = current_ranks()
     if ranks.world > 1:
@@ -296,11 +292,11 @@ def sensitivity(
             f"sensitivity runs in one process, and torchrun started {ranks.world}; leave torchrun"
             " out"
         )
-    where = choose_device(device, ranks)
-    name = dtype or DEFAULT_DTYPE.get(where.type, "float32")
+    where = choose_device(asked.device, ranks)
+    name = asked.dtype or DEFAULT_DTYPE.get(where.type, "float32")
     if name not in DTYPES:
         raise UsageError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}")
-    options = StreamOptions(dtype=getattr(torch, name), device=where, gemm=select_gemm(gemm))
+    options = StreamOptions(dtype=getattr(torch, name), device=where, gemm=select_gemm(asked.gemm))
     with ExitStack() as stack:
         base, other = (stack.enter_context(open_checkpoint(p)) for p in (source, checkpoint))
         fmt, units = stored_units(other)
@@ -312,10 +308,10 @@ def sensitivity(
         config = BeamConfig.from_dict(base.config)
         expect_alike(config, BeamConfig.from_dict(other.config), other.name)
         size = DEFAULT_SIZE.get(where.type, DEFAULT_SIZE["cpu"])
-        length = sequence_length or min(size[1], config.max_position_embeddings)
-        text = read_text(base, data, (samples or size[0], length), seed)
-        on_start()
-        scores = _Branches(base, other, config, units, text.ids_BT, options).run(progress)
+        length = asked.sequence_length or min(size[1], config.max_position_embeddings)
+        text = read_text(base, asked.data, (asked.samples or size[0], length), asked.seed)
+        events.on_start()
+        scores = _Branches(base, other, config, units, text.ids_BT, options).run(events.progress)
         sizes = _unit_nbytes(base, units), _unit_nbytes(other, units)
         manifest = Manifest.of(other.source)
     return Sensitivity(
@@ -343,7 +339,7 @@ def sensitivity(
             "torch": torch.__version__,
             "dtype": name,
             "device": str(where),
-            "gemm": gemm,
+            "gemm": asked.gemm,
         },
         seconds=time.monotonic() - begun,
     )

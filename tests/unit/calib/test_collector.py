@@ -15,7 +15,7 @@ from beamq.beam.config import BeamConfig
 from beamq.calib import collector as collect
 from beamq.calib import collector as watch
 from beamq.calib.collector import Collector, LayerRecord, TokenWatch, combine, segment_amax
-from beamq.calib.setup import CalibrationOptions
+from beamq.calib.options import CalibrationOptions
 from beamq.calib.statistics import InputStats
 from beamq.errors import CalibrationError, Interrupted, UsageError
 

@@ -1,0 +1,141 @@
+"""The keywords of `calibrate`: how to calibrate, where the run keeps its files, what it reports.
+
+Imports no torch and no NumPy: the command line reads its flags from here.
+
+Defaults by device, where neither samples nor sequence length is given:
+
+    GPU    256 samples of 2,048 tokens (524,288), what public NVFP4 checkpoints are calibrated on
+    CPU    128 samples of   512 tokens  (65,536), so that a small Beam takes seconds
+
+and never longer samples than the model's `max_position_embeddings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from beamq.errors import UsageError
+from beamq.options import Flag, ignore, option
+
+if TYPE_CHECKING:
+    from beamq.calib.run import LayerDone
+    from beamq.calib.setup import CalibrationSetup
+    from beamq.calib.statistics import ExpertsMode
+
+EXPERTS = ("routed", "all")
+DTYPES = ("bfloat16", "float32")
+DEFAULT_SIZE = {"cuda": (256, 2048), "cpu": (128, 512)}
+
+DATA = Flag(
+    help="Text: a file, a folder, .jsonl, .parquet or a dataset's id; D:0.3 weighs it."
+    " May be repeated.",
+    metavar="D",
+    shown="Python's standard library",
+    many=True,
+)
+SAMPLES = Flag(help="Rows of tokens.", type=int, at_least=1, shown="256; 128 on a CPU")
+SEQUENCE_LENGTH = Flag(help="Tokens of a row.", type=int, at_least=1, shown="2048; 512 on a CPU")
+SEED = Flag(help="Order of the data.", type=int, shown="0")
+EXPERTS_MODE = Flag(
+    help="Tokens an expert is calibrated on: those routed to it, or all.",
+    choices=EXPERTS,
+    shown="routed",
+)
+DTYPE = Flag(help="Of activations.", choices=DTYPES, shown="bfloat16")
+DEVICE = Flag(help="auto (a GPU where it helps), cpu, cuda or cuda:N.")
+DEVICE_MEMORY = Flag(
+    help="Bound on the forward pass, as 20GB.", metavar="SIZE", size=True,
+    shown="what a GPU has free",
+)  # fmt: skip
+RESUME = Flag(help="Go on where an earlier run stopped.")
+OVERWRITE = Flag(help="Replace what is there already.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How to calibrate. Raises `UsageError` when made with values that make no sense.
+
+    `data` are `--data` specs (none: the default text). `experts` "all" shows every expert every
+    token, for statistics only. `dtype` is that of activations; `device` "auto" is the GPU where
+    there is one, and `gemm` "auto" the fastest that works there. `max_device_memory` is in bytes
+    (None: what is free on a GPU, no limit on a CPU), and so is `cache_bytes`, the largest part of a
+    source on the Hub that is on disk at a time.
+    """
+
+    data: Sequence[str] = option((), DATA)
+    samples: int | None = option(None, SAMPLES)
+    sequence_length: int | None = option(None, SEQUENCE_LENGTH)
+    seed: int = option(0, SEED)
+    experts: ExpertsMode = option("routed", EXPERTS_MODE)
+    dtype: str = option("bfloat16", DTYPE)
+    device: str = option("auto", DEVICE)
+    gemm: str = "auto"
+    max_device_memory: int | None = option(None, DEVICE_MEMORY)
+    cache_bytes: int = 100_000_000_000
+    resume: bool = option(False, RESUME)
+    overwrite: bool = option(False, OVERWRITE)
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "sequence_length", "max_device_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name.replace('_', ' ')} is {value}, expected at least 1")
+        if self.experts not in EXPERTS:
+            raise UsageError(f"experts is {self.experts!r}, expected routed or all")
+        if self.dtype not in DTYPES:
+            raise UsageError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
+
+    def size(self, device_type: str, config: Mapping[str, Any]) -> tuple[int, int]:
+        """(samples, sequence length) on a device, for a model's config.json."""
+        samples, length = DEFAULT_SIZE.get(device_type, DEFAULT_SIZE["cpu"])
+        longest = config.get("max_position_embeddings")
+        if not isinstance(longest, int) or longest < 1:
+            longest = None
+        if self.sequence_length is not None:
+            length = self.sequence_length
+            if longest is not None and length > longest:
+                raise UsageError(
+                    f"sequence length {length:,} is beyond the model's max_position_embeddings"
+                    f" ({longest:,})"
+                )
+        elif longest is not None:
+            length = min(length, longest)
+        return self.samples or samples, length
+
+    def recorded(self) -> dict[str, str]:
+        """The options, besides the data, that change the statistics."""
+        return {"--experts": self.experts, "--dtype": self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationEvents:
+    """Called by a calibration: with its data and needs before work, and after each layer."""
+
+    on_start: Callable[[CalibrationSetup], None] = ignore
+    on_layer: Callable[[LayerDone], None] = ignore
+
+
+class TextKeywords(TypedDict, total=False):
+    """Keywords of every call that runs text through a model."""
+
+    data: Sequence[str]
+    samples: int | None
+    sequence_length: int | None
+    device: str
+
+
+class CalibrationKeywords(TextKeywords, total=False):
+    """Keywords of `calibrate`."""
+
+    seed: int
+    experts: ExpertsMode
+    dtype: str
+    gemm: str
+    max_device_memory: int | None
+    cache_bytes: int
+    resume: bool
+    overwrite: bool
+    on_start: Callable[[CalibrationSetup], None]
+    on_layer: Callable[[LayerDone], None]

@@ -1,0 +1,105 @@
+"""The keywords of `compare` and `sensitivity`. Imports no torch and no NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from beamq.calib.options import (
+    DATA,
+    DEVICE,
+    DTYPE,
+    SAMPLES,
+    SEED,
+    SEQUENCE_LENGTH,
+    TextKeywords,
+)
+from beamq.options import Flag, ignore, option
+
+if TYPE_CHECKING:
+    from numpy import int64
+    from numpy.typing import NDArray
+
+    from beamq.eval.compare.records import Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """How to compare.
+
+    `data` are `--data` specs (none: the default evaluation text); `input_ids` [S, T] takes their
+    place, for tokens made elsewhere. `dtype` ("float32" or "bfloat16") is that of activations,
+    `gemm` the back end ("weights-only" leaves activations unquantized). None is the default of the
+    device.
+    """
+
+    data: Sequence[str] = option((), DATA)
+    samples: int | None = option(None, replace(SAMPLES, shown="64; 16 on a CPU"))
+    sequence_length: int | None = option(None, replace(SEQUENCE_LENGTH, at_least=2))
+    seed: int = option(0, SEED)
+    input_ids: NDArray[int64] | None = None
+    dtype: str | None = option(None, replace(DTYPE, shown="bfloat16; float32 on a CPU"))
+    device: str = option("auto", DEVICE)
+    gemm: str | None = option(
+        None,
+        Flag(
+            help="How to multiply: reference, auto, ... (weights-only: activations unquantized).",
+            shown="auto; reference on a CPU",
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityOptions:
+    """How to measure; see `CompareOptions`."""
+
+    data: Sequence[str] = option((), DATA)
+    samples: int | None = option(None, replace(SAMPLES, shown="8"))
+    sequence_length: int | None = option(
+        None, replace(SEQUENCE_LENGTH, at_least=2, shown="1024; 256 on a CPU")
+    )
+    seed: int = option(0, SEED)
+    dtype: str | None = option(None, replace(DTYPE, shown="bfloat16; float32 on a CPU"))
+    device: str = option("auto", DEVICE)
+    gemm: str = option(
+        "reference", Flag(help="How to multiply (weights-only: activations unquantized).")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityEvents:
+    """Called by `sensitivity`: when everything is checked, and with layers done and in all."""
+
+    on_start: Callable[[], None] = ignore
+    progress: Callable[[int, int], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareEvents(SensitivityEvents):
+    """Called by `compare`: when everything is checked, with bytes of weights done and in all, and
+    with the result before it is returned."""
+
+    on_result: Callable[[Comparison], None] = ignore
+
+
+class SensitivityKeywords(TextKeywords, total=False):
+    """Keywords of `sensitivity`."""
+
+    seed: int
+    dtype: str | None
+    gemm: str
+    on_start: Callable[[], None]
+    progress: Callable[[int, int], None] | None
+
+
+class CompareKeywords(TextKeywords, total=False):
+    """Keywords of `compare`."""
+
+    seed: int
+    dtype: str | None
+    gemm: str | None
+    input_ids: NDArray[int64] | None
+    on_start: Callable[[], None]
+    progress: Callable[[int, int], None] | None
+    on_result: Callable[[Comparison], None]
