@@ -1,22 +1,25 @@
 """Grouped GEMM in Triton: one persistent kernel for BF16, FP8 and emulated NVFP4 experts.
 
-In:  rows of activations sorted by expert, a stack of weights [E, N, K], and where each expert's
-     rows end. Out: each row times its expert's weight, [S, N] BF16; or SwiGLU of it, [S, N/2].
+In: rows of activations sorted by expert, a stack of weights [E, N, K], and where each expert's rows
+end. Out: each row times its expert's weight, [S, N] BF16; with `swiglu`, SwiGLU of it, [S, N/2].
 
-The one idea: what differs between formats is two scales after the sum, so a single kernel serves
-them all: y = (a b^T) * row_scale * column_scale, rounded once. BF16 has no scales; FP8 has one a
-token and one an output; NVFP4, whose codes times block scales are exact in BF16, has its two global
-scales. Tiles of (expert, rows) come from a table (gpu_tiles.py). As many programs as there are
-multiprocessors walk through it, an expert's tiles one after another, so that its weights pass
-through the L2 cache once. Operands arrive by the tensor copy engine.
+The one idea: formats differ only in two factors after the sum, so one kernel serves them all:
+y = (a b^T) * row scale * column scale, rounded once. BF16 has no scales. FP8 has one per token and
+one per output. NVFP4, whose codes times block scales are exact in BF16, has its two global scales.
+
+Tiles: the output is cut into tiles of rows that never span two experts. A table lists them: int32
+[1 + n, 3], first the number of tiles, then for each its expert, its first row and the end of its
+expert's rows. As many programs as the GPU has multiprocessors walk through the table, one expert's
+tiles after another, so that its weights pass through the L2 cache once. Where only the device knows
+the offsets (`ExpertRows`), the table is made there, with room for as many tiles as there can be.
 
 With `swiglu`, a program computes the same columns of gate and of up, rounds both to BF16 as the
-unfused layer does, and writes their product: the widest intermediate of a layer never exists.
+unfused layer does, and writes their product, so the widest intermediate of a layer never exists.
 
 FP8 sums: the tensor cores of Hopper keep some 14 bits while adding products. Unless `fast`, partial
-sums of 128 products are added in FP32 outside of them.
+sums of 128 products are added in FP32 outside the tensor cores.
 
-Limits: compute capability 9.0 or later, rows of a multiple of 16 bytes.
+Limits: compute capability 9.0 or later; rows of operands are multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -34,16 +37,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from beamq.formats.kernels.triton_fp8 import swiglu
 from beamq.model.gemm.products import ExpertRows
 
-# Which tile of rows belongs to which expert: the table that grouped_kernel walks through.
-#
-# In: where experts' rows end, and the rows of a tile. Out: int32 [1 + n, 3] on the device: the
-# number of tiles in the first row, then for each tile its expert, its first row, the end of its
-# expert.
-#
-# The one idea: a tile never spans two experts. The table of offsets that only the device knows is
-# made there, by one program for each expert, with room for as many tiles as there can be; the plain
-# twin makes it on the host.
-
 _AT_ONCE = 32  # tiles of an expert written at a time
 
 
@@ -56,28 +49,37 @@ def table_kernel(
     LANES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    """The tiles of one expert, behind those of all before it."""
+    """Write the tiles of one expert after those of all experts before it; grid (experts,).
+
+    `ends` int32 [EXPERTS]; LANES is EXPERTS rounded up to a power of two.
+    """
+    # Every program counts the tiles of all experts, so that none has to wait for another.
     expert = tl.program_id(0)
     lane = tl.arange(0, LANES)
     end = tl.load(ends + lane, mask=lane < EXPERTS, other=0)
+    # An expert starts where the one before it ends; the first one starts at 0, by `other`.
     start = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < EXPERTS), other=0)
     count = tl.where(lane < EXPERTS, (end - start + ROWS - 1) // ROWS, 0)
     before = tl.sum(tl.where(lane < expert, count, 0), axis=0)
+    # A sum in which one lane is not zero takes that lane's value out of a vector.
     own = tl.sum(tl.where(lane == expert, count, 0), axis=0)
     first_row = tl.sum(tl.where(lane == expert, start, 0), axis=0)
     end_row = tl.sum(tl.where(lane == expert, end, 0), axis=0)
     for at in range(0, own, AT_ONCE):
         tile = at + tl.arange(0, AT_ONCE)
-        place = table + 3 + (before + tile) * 3
+        place = table + 3 + (before + tile) * 3  # 3: the first row of the table holds the count
         tl.store(place, expert, mask=tile < own)
         tl.store(place + 1, first_row + tile * ROWS, mask=tile < own)
         tl.store(place + 2, end_row, mask=tile < own)
-    if expert == EXPERTS - 1:
+    if expert == EXPERTS - 1:  # the last one knows how many tiles there are
         tl.store(table, before + own)
 
 
 def tile_table(offsets: Sequence[int], rows: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """The table, and the most tiles it can have; remembered for the other projection."""
+    """The table on the device, and the most tiles it can have.
+
+    It is kept with the offsets, since both projections of an expert use it.
+    """
     if not isinstance(offsets, ExpertRows):
         table = _from_host(tuple(offsets), rows, device)
         return table, table.shape[0] - 1
@@ -99,13 +101,14 @@ def tile_table(offsets: Sequence[int], rows: int, device: torch.device) -> tuple
 
 
 def most_tiles(offsets: Sequence[int], rows: int) -> int:
-    """Tiles there can be at most: each expert that has rows may have one that is not full."""
+    """The most tiles there can be: each expert that has rows may have one that is not full."""
     total = offsets[-1]
     return total // rows + min(len(offsets) - 1, total)
 
 
 @lru_cache(maxsize=16)
 def _from_host(offsets: tuple[int, ...], rows: int, device: torch.device) -> torch.Tensor:
+    """The same table from offsets that the host knows."""
     ends = np.asarray(offsets, dtype=np.int64)
     starts, ends = ends[:-1], ends[1:]
     counts = (ends - starts + rows - 1) // rows
@@ -117,12 +120,12 @@ def _from_host(offsets: tuple[int, ...], rows: int, device: torch.device) -> tor
 
 
 FEW_ROWS = 40
-"""Up to so many rows an expert, small tiles read the weights faster."""
+"""With up to this many rows per expert, small tiles read the weights faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileShape:
-    """Rows, columns and depth of a tile, and how a program is run."""
+    """Rows, columns and depth (of K) of a tile; pipeline stages and warps of a program."""
 
     rows: int
     columns: int
@@ -157,14 +160,19 @@ def grouped_kernel(
     COLUMN_SCALED: tl.constexpr,
     SWIGLU: tl.constexpr,
     IMPRECISE: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ) -> None:
-    """N columns of `out`; `b` has N rows an expert, or 2N with SWIGLU; `tiles` are of gpu_tiles.py.
-    IMPRECISE: products added inside a tensor core."""
+    """Products of all tiles; grid (PROGRAMS,) or fewer.
+
+    `a` [S, K] and `b` [E * width, K] are tensor descriptors, blocks [ROWS, DEPTH] and [COLUMNS,
+    DEPTH]. `out` [S, N]. `b` has width = N rows per expert, or 2N with SWIGLU (gate, then up).
+    IMPRECISE: how many products a tensor core adds before the sum goes to FP32 registers.
+    """
     column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     width: tl.constexpr = 2 * N if SWIGLU else N
     total = tl.load(tiles) * column_tiles
-    for tile in tl.range(tl.program_id(0), total, PROGRAMS, flatten=FLATTEN):
+    # Column tiles of one row tile are neighbours, and row tiles of one expert follow each other:
+    # programs that run at the same time read the same rows of `a` and the same expert of `b`.
+    for tile in tl.range(tl.program_id(0), total, PROGRAMS):
         entry = tiles + 3 + (tile // column_tiles) * 3
         column = (tile % column_tiles) * COLUMNS
         expert = tl.load(entry)
@@ -173,6 +181,8 @@ def grouped_kernel(
         weight_row = expert * width + column
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         up_sums = sums
+        # Loads are not masked. Beyond S, E * width and K a descriptor reads zeros; rows of the next
+        # expert, and columns beyond N, give products that the store below leaves out.
         for depth in range(0, K, DEPTH):
             left = a.load([first, depth])
             right = b.load([weight_row, depth])
@@ -183,6 +193,7 @@ def grouped_kernel(
         rows = first + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
         inside = rows < end
+        # Scales come after the whole sum, in FP32, row before column: the reference's order.
         if ROW_SCALED:
             factor = tl.load(row_scale + rows, mask=inside, other=0.0)
             sums *= factor[:, None]
@@ -210,12 +221,10 @@ def grouped_gemm(
     swiglu: bool = False,
     fast: bool = False,
     out: torch.Tensor | None = None,
-    shape: TileShape | None = None,
 ) -> torch.Tensor:
     """y [S, N] BF16 (SwiGLU: [S, N/2]); expert e has rows offsets[e]:offsets[e+1].
 
-    Operands are both BF16 or both E4M3. `row_scale` FP32 [S] or [S, 1]; `column_scale` FP32
-    [E, N] or [E, N, 1].
+    Operands are both BF16 or both E4M3, contiguous, with K a multiple of 16 bytes.
     """
     experts, n, k = b_ENK.shape
     width = n // 2 if swiglu else n
@@ -223,17 +232,16 @@ def grouped_gemm(
         out = torch.empty(a_SK.shape[0], width, dtype=torch.bfloat16, device=a_SK.device)
     if not offsets[-1]:
         return out
-    if shape is None:
-        shape = tile_shape(a_SK.dtype, offsets)
+    shape = tile_shape(a_SK.dtype, offsets)
     tiles, most = tile_table(offsets, shape.rows, a_SK.device)
     multiprocessors = torch.cuda.get_device_properties(a_SK.device).multi_processor_count
     imprecise = None if fast or a_SK.dtype == torch.bfloat16 else min(128, shape.depth)
-    columns = shape.columns // 2 if swiglu else shape.columns
+    columns = shape.columns // 2 if swiglu else shape.columns  # gate and up share the registers
     grouped_kernel[(min(multiprocessors, most * triton.cdiv(width, columns)),)](
         _descriptor(a_SK, [shape.rows, shape.depth]),
         _descriptor(b_ENK.view(experts * n, k), [columns, shape.depth]),
         out,
-        out if scales.row is None else scales.row,
+        out if scales.row is None else scales.row,  # a pointer is needed even if it is not read
         out if scales.column is None else scales.column,
         tiles,
         N=width,
@@ -246,7 +254,6 @@ def grouped_gemm(
         COLUMN_SCALED=scales.column is not None,
         SWIGLU=swiglu,
         IMPRECISE=imprecise,
-        FLATTEN=False,
         num_stages=shape.stages,
         num_warps=shape.warps,
     )
@@ -254,9 +261,9 @@ def grouped_gemm(
 
 
 def tile_shape(dtype: torch.dtype, offsets: Sequence[int]) -> TileShape:
-    """The shape that was fastest on an H200 for this many rows an expert.
+    """The shape that was fastest on an H200 for this many rows per expert.
 
-    Where only the device knows the offsets, every expert is taken to have rows.
+    Where only the device knows the offsets, every expert is assumed to have rows.
     """
     experts = len(offsets) - 1
     if isinstance(offsets, ExpertRows):
