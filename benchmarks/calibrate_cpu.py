@@ -46,8 +46,8 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
     from beamq.calib.setup import CalibrationSetup, batch_rows
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
-    from beamq.model.attention import SequenceLayout
-    from beamq.model.forward import Batch, run_layers
+    from beamq.model.context import SequenceLayout
+    from beamq.model.forward import Batch, LayerPass
     from beamq.model.gemm.select import select_gemm
     from beamq.model.layer_stream import LayerStream
     from beamq.model.loader import LayerLoader
@@ -72,7 +72,7 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
                 )
                 for rows in batch_rows(setup.device, samples, length)
             ]
-            run_layers(LayerStream(loader), batches, gemm=select_gemm("reference"))
+            LayerPass(LayerStream(loader), batches, gemm=select_gemm("reference")).run()
             loader.close()
 
         def calibration() -> None:

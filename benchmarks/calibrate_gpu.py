@@ -9,12 +9,13 @@ weights.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from beamq.calib.collector import Collector
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
 from beamq.model.loader import tensor_bytes
@@ -28,13 +29,13 @@ def measure(kind: str, mlp: str, tokens: int) -> str:
     """One line of the table."""
     cuda, gemm = torch.device("cuda"), select_gemm("auto")
     layout = SequenceLayout.rectangle(tokens // LENGTH, LENGTH)
-    table = position_table(REAL, LENGTH, cuda)
+    context = PassContext(config=REAL, table=position_table(REAL, LENGTH, cuda), gemm=gemm)
     weights = random_layer(REAL, kind, mlp, "bf16", cuda)
     h_TK = torch.randn(tokens, REAL.hidden_size, device=cuda).bfloat16()
 
     def layer(collector: Collector | None) -> None:
         with torch.inference_mode():
-            decoder_layer(h_TK, weights, REAL, layout, table, gemm=gemm, observer=collector)
+            decoder_layer(h_TK, weights, layout, replace(context, observer=collector))
         if collector is not None:
             collector.take(0)
 

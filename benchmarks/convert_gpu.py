@@ -249,7 +249,7 @@ class Bench:
         from beamq.calib.collector import Collector
         from beamq.calib.setup import BATCH_TOKENS
         from beamq.devices import choose_device
-        from beamq.model.attention import SequenceLayout, position_table
+        from beamq.model.context import PassContext, SequenceLayout, position_table
         from beamq.model.gemm.select import select_gemm
         from beamq.model.layer import decoder_layer
         from beamq.model.loader import LayerLoader
@@ -268,13 +268,12 @@ class Bench:
             gemm = select_gemm("auto" if device.type == "cuda" else "reference")
             h_TK = torch.randn(rows * length, config.hidden_size, device=device).bfloat16()
             collector = Collector(config, device)
+            context = PassContext(config=config, table=table, gemm=gemm, observer=collector)
 
             def forward(weights: Any) -> None:
                 with torch.inference_mode():
                     for _ in range(batches):
-                        decoder_layer(
-                            h_TK, weights, config, layout, table, gemm=gemm, observer=collector
-                        )
+                        decoder_layer(h_TK, weights, layout, context)
                 collector.take(weights.index)
 
             for name, index in (("dense", 0), ("sparse", dense)):

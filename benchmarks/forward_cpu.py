@@ -24,7 +24,7 @@ from transformers import BeamForCausalLM
 
 from beamq.beam.config import BeamConfig
 from beamq.io.checkpoint import open_checkpoint
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer, head_logits
 from beamq.model.layer_stream import LayerStream
@@ -47,9 +47,10 @@ def resident(path: Path, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.T
     def run(ids_BT: torch.Tensor) -> torch.Tensor:
         layout = SequenceLayout.rectangle(*ids_BT.shape)
         table = position_table(config, layout.longest, CPU)
+        context = PassContext(config=config, table=table, gemm=gemm)
         h_TK = table_VK[ids_BT.flatten()]
         for weights in layers:
-            h_TK = decoder_layer(h_TK, weights, config, layout, table, gemm=gemm)
+            h_TK = decoder_layer(h_TK, weights, layout, context)
         return head_logits(h_TK, head, config).view(*ids_BT.shape, -1)
 
     return run

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import LayerWeights, decoder_layer
 from beamq.model.loader import tensor_bytes
@@ -55,9 +55,8 @@ class Bench:
         """The layer's output."""
         layout = SequenceLayout(lengths=(h_TK.shape[0],))
         with torch.inference_mode():
-            return decoder_layer(
-                h_TK, self.weights, REAL, layout, self.table, gemm=select_gemm(gemm)
-            )
+            context = PassContext(config=REAL, table=self.table, gemm=select_gemm(gemm))
+            return decoder_layer(h_TK, self.weights, layout, context)
 
     def measure(self, tokens: int, gemm: str) -> dict[str, Any]:
         """A row of the table."""

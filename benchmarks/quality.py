@@ -29,7 +29,7 @@ from beamq.calib.data import load_calibration_data
 from beamq.convert.quantize import quantize
 from beamq.eval.compare.side_by_side import ActivationsOnlyGemm, with_served_inputs
 from beamq.io.checkpoint import open_checkpoint
-from beamq.model.attention import SequenceLayout
+from beamq.model.context import SequenceLayout
 from beamq.model.forward import Batch, LayerPass
 from beamq.model.layer import LayerWeights, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns

@@ -31,7 +31,7 @@ from beamq.calib.expert_rounding import GROUPS, ExpertMoments, ExpertRounding, c
 from beamq.formats import gptq
 from beamq.formats.kernels import gpu, triton_sweep
 from beamq.formats.nvfp4 import global_scale_from_amax
-from beamq.model.expert_parallel import SingleProcess
+from beamq.model.expert_parallel import ExpertExchange
 from beamq.model.forward import LayerExperts
 from beamq.model.gemm.backend import DenseWeight
 from beamq.model.gemm.reference import ReferenceGemm
@@ -96,7 +96,7 @@ def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> LayerEx
         parts=lambda: [part],
         inputs=inputs,
         rows_E=(each * batches,) * experts,
-        exchange=SingleProcess(config),
+        exchange=ExpertExchange(config),
         device=device,
     )
 

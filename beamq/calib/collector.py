@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from beamq.beam.config import BeamConfig
 from beamq.calib.statistics import MAX_DROPPED_NAMES, ExpertsMode, InputStats
 from beamq.errors import CalibrationError, Interrupted
-from beamq.model.observers import NullObserver
+from beamq.model.context import Observer
 
 _GROUPS = {"qkv_gate": "qkv_gate", "o_proj": "o", "gate_up": "gate_up", "down_proj": "down"}
 _ATTENTION = ("qkv_gate", "o_proj")
@@ -53,7 +53,7 @@ class _RunningEntry:
     rows: NDArray[np.int64]
 
 
-class Collector:
+class Collector(Observer):
     """An `Observer`. `take(layer)` ends a layer; `stopped` may end the pass from outside."""
 
     def __init__(
@@ -210,7 +210,7 @@ def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 # share batches, each sees its own only.
 
 
-class LayerPace(NullObserver):
+class LayerPace(Observer):
     """Counts `batches` into each layer; no input is copied or looked at."""
 
     expert_inputs = False

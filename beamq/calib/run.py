@@ -30,14 +30,13 @@ from beamq.calib.setup import CalibrationSetup, batch_rows
 from beamq.calib.state import RunState, Saved
 from beamq.calib.statistics import CalibrationStats
 from beamq.io.checkpoint import Checkpoint
-from beamq.model.attention import SequenceLayout
-from beamq.model.expert_parallel import ExpertExchange, SingleProcess, exchange_for
-from beamq.model.forward import Batch, run_layers
+from beamq.model.context import Observer, SequenceLayout
+from beamq.model.expert_parallel import ExpertExchange, exchange_for
+from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.backend import Gemm
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer_stream import LayerStream, PrefetchingLoader
 from beamq.model.loader import LayerLoader, Tap
-from beamq.model.observers import Observer
 from beamq.version import __version__
 
 # Keep a long pass on a CPU from growing: what libraries hold on to, layer after layer.
@@ -176,7 +175,6 @@ class CalibrationPass:
         ):
             saved = None  # experts behind it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
-        alone = isinstance(exchange, SingleProcess)
         plain = self._device.type == "cpu" and self._options.gemm == "auto"
         gemm = select_gemm("reference" if plain else self._options.gemm)
         with PrefetchingLoader(
@@ -195,19 +193,18 @@ class CalibrationPass:
                 loader,
                 layers=range(first, self._config.num_layers),
                 slice_experts=self._plan.slice_experts,
-                experts=None if alone else exchange.experts,
+                experts=exchange.experts,
             )
-            run_layers(
+            layers = LayerPass(
                 stream,
                 batches,
                 gemm=gemm,
                 observers=self._observers(),
                 resident_bytes=self._plan.resident_nbytes,
-                done=lambda layer: self._finish(layer, batches, exchange),
-                whole=self._saves,
-                exchange=None if alone else exchange,
+                exchange=exchange,
                 hook=self._expert_rounding(gemm),
             )
+            layers.run(done=lambda layer: self._finish(layer, batches, exchange), whole=self._saves)
         return self._stats
 
     def _observers(self) -> list[Observer]:

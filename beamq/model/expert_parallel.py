@@ -1,27 +1,26 @@
-"""Processes that share a pass: each has a range of every layer's experts, and some of the batches.
+"""Processes that share a pass: each has a range of every layer's experts and some of the batches.
 
-In: a batch's FP32 sum at this process. Out: the sum over all experts, where the batch is at home.
+In: a batch's FP32 sum at this process. Out: the sum over all experts, at the batch's home process.
 
-The one idea: the sum is handed on. Process r adds its experts to what came from r - 1 and passes
-it to r + 1; the last one sends the whole to all. So every token's contributions are added in
-ascending order of expert, as one process would, and the result has the same bits however many
-processes there are. Adding up partial sums instead (all-reduce) would not.
+The one idea: a pipelined reduce. Process r adds its experts to the sum from r - 1 and passes it on
+to r + 1; the last one sends the result to those that need it. So every token's contributions are
+added in ascending order of expert, as one process would, and the result has the same bits whatever
+the number of processes. An all-reduce of partial sums would not.
 
-Processes wait for sums of each batch, but work on neighbouring batches at the same time:
-with B batches and R processes a layer's experts take (B + R - 1) / (B R) of one process's time.
-All else (attention, dense MLPs, routers) is computed where the batch is at home, batch n at process
-n modulo R, and its states and choices are told to the others, which need them in front of their
-experts. Bits are those of one process as long as all are the same kind of device.
+Processes wait for the sums of each batch but work on neighbouring batches at the same time: with B
+batches and R processes a layer's experts take (B + R - 1) / (B R) of one process's time. Everything
+else (attention, dense MLPs, routers) is computed at the batch's home, process n modulo R for batch
+n, which broadcasts states and choices to the others before their experts. Bits are those of one
+process as long as all devices are of one kind.
 
-Undivided, each process computes everything else for itself: for `compare`, whose scores cannot be
-put together exactly from those of several processes.
+With `divided=False` each process computes everything else for all batches. That is for observers
+whose findings cannot be combined exactly.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -29,81 +28,74 @@ from beamq.beam.config import BeamConfig
 from beamq.ranks import Ranks
 
 SENDS = 2
-"""Sums on their way to the rank behind at once, so that ranks need not keep step."""
+"""Sums that may be on their way to the next rank, so that ranks need not keep step."""
 
 
-class ExpertExchange(Protocol):
-    """What a pass calls. All tensors are changed in place, in the same order at every process."""
+class ExpertExchange:
+    """What a pass calls. This class is the single process, which has nothing to exchange.
 
-    experts: range
-    divided: bool
-    """Whether batches have a home, or every process has all."""
-
-    def mine(self, batch: int) -> bool:
-        """Whether this process computes what is not experts of that batch."""
-
-    def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
-        """Fill with what the process has at which the batch is at home, once the result is called:
-        what is computed in between runs beside the transfer."""
-
-    def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
-        """Fill with the sum of all experts, where `mine`."""
-
-    def receive(self, sum_TK: torch.Tensor) -> None:
-        """Fill with the sum of all experts below `experts`."""
-
-    def send(self, sum_TK: torch.Tensor) -> None:
-        """Hand on the sum, now with `experts` in it. It may still be on its way on return: not to
-        be changed until `bring_home` or `settle`."""
-
-    def settle(self, sum_TK: torch.Tensor) -> None:
-        """Fill with the sum of all experts."""
-
-
-class SingleProcess:
-    """One process with all experts: nothing to exchange."""
+    All tensors are changed in place, and all processes make the same calls in the same order.
+    `experts` are this process's. `divided`: each batch is computed at its home only.
+    """
 
     def __init__(self, config: BeamConfig) -> None:
         self.experts = range(config.num_experts)
         self.divided = False
 
+    @property
+    def shared(self) -> bool:
+        """Whether there are other processes."""
+        return False
+
     def mine(self, batch: int) -> bool:
-        """All are."""
+        """Whether this process computes the part of the batch that is not experts."""
         return True
 
     def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
-        """Nothing."""
+        """Fill the tensors with those of the batch's home.
+
+        The result waits for the transfer, which overlaps with what is computed until it is called.
+        """
         return _no_wait
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
-        """Nothing."""
+        """Fill with the sum of all experts, where the batch is `mine`."""
 
     def receive(self, sum_TK: torch.Tensor) -> None:
-        """Nothing."""
+        """Fill with the sum of all experts below `experts`."""
 
     def send(self, sum_TK: torch.Tensor) -> None:
-        """Nothing."""
+        """Pass the sum on, now including `experts`.
+
+        It may still be in transfer on return; do not change it until `bring_home` or `settle`.
+        """
 
     def settle(self, sum_TK: torch.Tensor) -> None:
-        """Nothing."""
+        """Fill with the sum of all experts, at every process."""
 
 
-class PipelinedReduce:
+class PipelinedReduce(ExpertExchange):
     """Several processes started by torchrun. The process group must be up (`Ranks.join`)."""
 
     def __init__(self, ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> None:
+        super().__init__(config)
         self.experts = own_experts(ranks, config)
         self.divided = divided
         self._rank = ranks.rank
         self._last = ranks.world - 1
         self._sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
 
+    @property
+    def shared(self) -> bool:
+        """See `ExpertExchange`."""
+        return True
+
     def mine(self, batch: int) -> bool:
-        """Batches go round."""
+        """See `ExpertExchange`. Batches are dealt out in turn."""
         return not self.divided or self._home(batch) == self._rank
 
     def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
-        """From the batch's home to all."""
+        """Broadcast from the batch's home."""
         if not self.divided:
             return _no_wait
         home = self._home(batch)
@@ -116,7 +108,7 @@ class PipelinedReduce:
         return wait
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
-        """From the last rank to where the batch is at home."""
+        """From the last rank to the batch's home."""
         self._wait_for_sent(0)
         home = self._home(batch)
         if not self.divided:
@@ -127,12 +119,12 @@ class PipelinedReduce:
             torch.distributed.recv(sum_TK, self._last)
 
     def receive(self, sum_TK: torch.Tensor) -> None:
-        """From the rank before; the first rank starts from zeros as they are."""
+        """From the previous rank; the first rank starts with the zeros it has."""
         if self._rank > 0:
             torch.distributed.recv(sum_TK, self._rank - 1)
 
     def send(self, sum_TK: torch.Tensor) -> None:
-        """To the rank behind, beside the next batches' work."""
+        """To the next rank, overlapping with the next batches' work."""
         if self._rank < self._last:
             work = torch.distributed.isend(sum_TK, self._rank + 1)
             if work is not None:
@@ -140,12 +132,12 @@ class PipelinedReduce:
             self._wait_for_sent(SENDS)
 
     def settle(self, sum_TK: torch.Tensor) -> None:
-        """From the last rank."""
+        """Broadcast from the last rank."""
         self._wait_for_sent(0)
         torch.distributed.broadcast(sum_TK, self._last)
 
     def _wait_for_sent(self, left: int) -> None:
-        """Until at most so many sums are on their way to the rank behind."""
+        """Wait until at most `left` sums are on their way to the next rank."""
         while len(self._sent) > left:
             work, _ = self._sent.popleft()
             work.wait()
@@ -155,18 +147,18 @@ class PipelinedReduce:
 
 
 def _no_wait() -> None:
-    """All is here already."""
+    """Nothing is in transfer."""
 
 
 def own_experts(ranks: Ranks, config: BeamConfig) -> range:
-    """This process's experts of every layer: neighbours, shared out evenly."""
+    """This process's experts of every layer: neighbours, divided evenly."""
     total = config.num_experts
     return range(total * ranks.rank // ranks.world, total * (ranks.rank + 1) // ranks.world)
 
 
 def exchange_for(ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> ExpertExchange:
-    """The exchange of this process; joins the process group where there are several."""
+    """The exchange of this process; joins the process group if there are several."""
     if ranks.world == 1:
-        return SingleProcess(config)
+        return ExpertExchange(config)
     ranks.join()
     return PipelinedReduce(ranks, config, divided=divided)

@@ -1,27 +1,29 @@
-"""Layers outside, batches inside: `LayerStream` delivers weights, `run_layers` applies them.
+"""Layers outside, batches inside: a `LayerPass` takes batches through the layers of a stream.
 
 In: a `LayerStream` and batches of hidden states. Out: the same batches after every layer.
 
-The one idea: each layer is read once, applied to every batch of the data set, and dropped while
-the next is already being read. What lives on is the hidden states, which stay on the device or,
-beyond a budget, wait on the host.
+The one idea: each layer is read once, applied to every batch of the data set, and dropped while the
+next is being read. Only the hidden states live on. They stay on the device as far as a budget
+allows, and wait in pinned host memory otherwise (`OffloadBuffer`).
 
-Where even one layer is too much (`max_device_memory`), its experts pass through in slices: each
-batch is taken to the router, then slices outside and batches inside, then each batch is closed.
-An FP32 sum a token is kept meanwhile. The result has the same bits as without slices.
+Where even one layer is too large (`max_device_memory`), its experts pass through in slices: each
+batch is taken to the router, then slices outside and batches inside, then each batch is closed. An
+FP32 sum for each token is kept meanwhile. The result has the same bits as without slices.
 
 Several processes can share a pass, each with some of every layer's experts and some of the batches:
-an `ExpertExchange` carries the sums from one to the next, in the order of experts, so the bits are
-again the same.
+an `ExpertExchange` carries the sums from one to the next in the order of experts, so the bits are
+again the same. A batch's states are computed at its home process and broadcast to the others when
+they need them (`HiddenStates`).
 
-An `PostLayerHook` may look at a layer's experts again once all batches have passed them; the layer
-then goes the way of slices, with the same bits.
+A `PostLayerHook` can look at a layer's experts again when all batches have passed them: then all of
+their inputs are known and their weights are still at hand, or are read once more where they come in
+slices. Such a layer is computed like one with slices, with the same bits.
 
 Several models can run side by side: `in_turns` delivers layer 0 of each, layer 1 of each, and so
-on, from one read-ahead, and a `LayerPass` for each takes its model's batches a layer further.
+on, and a `LayerPass` for each model applies them.
 
-Limits: prefill of whole sequences; one device to a process. Tokens of a batch are computed at
-once, so a batch's size sets the memory of activations.
+Limits: prefill of whole sequences; one device to a process. The tokens of a batch are computed
+together, so the size of a batch sets the memory of activations.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from typing import Protocol
 
 import torch
 
-from beamq.model.attention import SequenceLayout, position_table
-from beamq.model.expert_parallel import ExpertExchange, SingleProcess
+from beamq.model.context import Observer, Observers, PassContext, SequenceLayout, position_table
+from beamq.model.expert_parallel import ExpertExchange
 from beamq.model.gemm.backend import Gemm
 from beamq.model.layer import (
     LayerWeights,
@@ -46,17 +48,17 @@ from beamq.model.layer import (
     mlp_input,
 )
 from beamq.model.layer_stream import LayerStream
-from beamq.model.moe import Dispatch, ExpertSlice, add_slice, choose, finish, sort_choices
-from beamq.model.observers import Observer, Observers
+from beamq.model.moe import Dispatch, ExpertSlice, add_slice, choose, dispatch, finish
 
-# Tensors that wait for their turn: on the device as far as a budget goes, on the host beyond.
-#
-# In and out: tensors by number. Spilled ones lie in page-locked memory, since copies from pageable
-# memory would take longer than a layer does.
+TRANSFERS = 4
+"""Batches whose states may be on their way between processes at the same time."""
 
 
 class OffloadBuffer:
-    """Tensors by number, on the device until `budget` bytes are taken, on the host beyond."""
+    """Tensors by number: on the device until `budget` bytes are used, then in pinned host memory.
+
+    Pinned, since copies from pageable memory would take longer than a layer does.
+    """
 
     def __init__(self, device: torch.device, budget: int | None) -> None:
         self._device = device
@@ -74,14 +76,13 @@ class OffloadBuffer:
             self._left -= 0 if key in self._held else tensor.nbytes
             self._held[key] = tensor.to(self._device)
         else:
-            # Pinned, since pageable memory would cost more time than the layer takes.
             pin = self._device.type == "cuda"
             spill = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
             self._held[key] = spill.copy_(tensor)
             self._spilled.add(key)
 
     def drop(self, key: int) -> None:
-        """Forget a tensor; its place is free."""
+        """Forget a tensor and free its place."""
         held = self._held.pop(key)
         if key not in self._spilled:
             self._left += held.nbytes
@@ -96,30 +97,23 @@ class OffloadBuffer:
         return self._held[key]
 
 
-# Hidden states of all batches of a pass: where they lie, and who knows them.
-#
-# In: batches, a `OffloadBuffer`, an `ExpertExchange`. Out: states by batch number, on the device.
-#
-# The one idea: a batch is worked on where it is at home (`exchange.mine`), and told to the other
-# processes only when they need it. `told` in between: alone, or undivided, everybody knows all.
-
-TRANSFERS = 4
-"""Batches whose states may be on their way between processes at once."""
-
 Work = Callable[[int, torch.Tensor], torch.Tensor]
 """From a batch's number and states [T, K] to its new states."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Hidden states of some packed sequences; `run_layers` moves them from layer to layer."""
+    """Hidden states [T, K] of some packed sequences. Empty while a pass holds the states."""
 
     h_TK: torch.Tensor
     layout: SequenceLayout
 
 
 class HiddenStates:
-    """Holds the states of `batches` on `buffer`, under their numbers, until `hand_over`."""
+    """The states of all batches of a pass, kept in `buffer` under the batches' numbers.
+
+    `_synced`: every process has the current states of all batches, not only of those at home.
+    """
 
     def __init__(
         self, batches: Sequence[Batch], buffer: OffloadBuffer, exchange: ExpertExchange
@@ -127,7 +121,7 @@ class HiddenStates:
         self._batches = batches
         self._buffer = buffer
         self._exchange = exchange
-        self._told = True
+        self._synced = True
         self.take_back()
 
     def get(self, number: int) -> torch.Tensor:
@@ -140,26 +134,26 @@ class HiddenStates:
             batch.h_TK = self._buffer.peek(number)
 
     def take_back(self) -> None:
-        """Take states from the batches again, which are empty until then."""
+        """Take the states from the batches, which are empty from then on."""
         for number, batch in enumerate(self._batches):
             self._buffer.put(number, batch.h_TK)
             batch.h_TK = batch.h_TK.new_empty(0)
 
     def update(self, work: Work) -> None:
-        """New states of the batches that are at home; the others do not learn of them yet."""
+        """New states of the batches that are at home. Other processes do not get them yet."""
         for number in filter(self._exchange.mine, range(len(self._batches))):
             self._buffer.put(number, work(number, self._buffer.get(number)))
-        self._told = not self._exchange.divided
+        self._synced = not self._exchange.divided
 
     def update_all(self, work: Work) -> None:
-        """New states of the batches that are at home, told to every process.
+        """New states of the batches that are at home, broadcast to every process.
 
-        Transfers run beside the next batches' work.
+        Transfers overlap with the next batches' work.
         """
-        told: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
+        pending: deque[tuple[int, torch.Tensor, Callable[[], None]]] = deque()
 
         def keep() -> None:
-            number, h_TK, wait = told.popleft()
+            number, h_TK, wait = pending.popleft()
             wait()
             self._buffer.put(number, h_TK)
 
@@ -167,109 +161,58 @@ class HiddenStates:
             h_TK = self._buffer.get(number)
             if self._exchange.mine(number):
                 h_TK = work(number, h_TK)
-            told.append((number, h_TK, self._exchange.spread(number, h_TK)))
-            if len(told) > (TRANSFERS if self._exchange.divided else 0):
+            pending.append((number, h_TK, self._exchange.spread(number, h_TK)))
+            if len(pending) > (TRANSFERS if self._exchange.divided else 0):
                 keep()
-        while told:
+        while pending:
             keep()
-        self._told = True
+        self._synced = True
 
-    def tell(self) -> None:
-        """Tell every process what it does not know yet."""
-        if not self._told:
+    def sync(self) -> None:
+        """Give every process the current states of all batches."""
+        if not self._synced:
             self.update_all(lambda number, h_TK: h_TK)
-
-
-# A second look at a layer's experts, once all batches have passed them.
-#
-# In: nothing; out: the `PostLayerHook` protocol that `run.LayerPass` calls.
-#
-# The one idea: when the last batch has left a layer's experts, all that is to be known of their
-# inputs is known, and their weights are still at hand (or, where they come in slices, are read once
-# more). Whoever needs both at once looks here, and the pass goes on as if nothing had been.
-#
-# Where processes share a pass each one shows its own experts, and all of them visit the same
-# layers: a visitor may exchange what it finds.
-
-Parts = Callable[[], Iterable[ExpertSlice]]
-"""This process's experts of the layer in ascending order, whole or in slices; anew at each call."""
-
-Inputs = Callable[[], Iterator[tuple[torch.Tensor, Dispatch]]]
-"""Each batch's input of the experts, [T, K], and which expert reads what; anew at every call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
-    """`rows_E`: how many rows each of the layer's experts reads, whoever has it.
+    """A sparse layer after all batches have passed its experts, as a `PostLayerHook` sees it.
 
+    `parts()` gives this process's experts in ascending order, whole or in slices; `inputs()` gives
+    each batch's input of the experts [T, K] with its `Dispatch`. Both start anew at each call.
+    `rows_E` is how many rows each of the layer's experts reads, at whichever process it is.
     `exchange` reaches the other processes in the order of experts.
     """
 
     layer: int
-    parts: Parts
-    inputs: Inputs
+    parts: Callable[[], Iterable[ExpertSlice]]
+    inputs: Callable[[], Iterator[tuple[torch.Tensor, Dispatch]]]
     rows_E: tuple[int, ...]
     exchange: ExpertExchange
     device: torch.device
 
 
 class PostLayerHook(Protocol):
-    """Called for a sparse layer between its experts and the end of its sublayer."""
+    """Called for a sparse layer between its experts and the end of its sublayer.
+
+    Where processes share a pass, each gets its own experts, and all call the hook for the same
+    layers, so that hooks can exchange what they find.
+    """
 
     def wants(self, layer: int) -> bool:
-        """Whether to be called for this layer; every process answers alike."""
+        """Whether to be called for this layer; the same answer at every process."""
 
     def run(self, seen: LayerExperts) -> None:
-        """Look; nothing may be changed."""
-
-
-def run_layers(
-    stream: LayerStream,
-    batches: Sequence[Batch],
-    *,
-    gemm: Gemm,
-    observers: Sequence[Observer] = (),
-    resident_bytes: int | None = None,
-    done: Callable[[int], None] | None = None,
-    whole: Callable[[int], bool] = lambda layer: True,
-    exchange: ExpertExchange | None = None,
-    hook: PostLayerHook | None = None,
-) -> None:
-    """Pass all batches through the layers of `stream`, in place.
-
-    `resident_bytes` bounds what hidden states (and sums between slices) take of the device; the
-    rest waits on the host, and is left there at the end. `done(layer)` is called after each layer,
-    for journals and progress; the batches hold that layer's result meanwhile. With `exchange`, the
-    stream must be one of `exchange.experts`, and `whole(layer)` says, alike at all processes,
-    whether `done` looks at all batches, or only at those that are at home.
-    """
-    run = LayerPass(
-        stream,
-        batches,
-        gemm=gemm,
-        observers=observers,
-        resident_bytes=resident_bytes,
-        exchange=exchange,
-        hook=hook,
-    )
-    with torch.inference_mode():
-        for index, weights in stream:
-            run.apply(weights)
-            del weights
-            if done is not None:
-                if whole(index):
-                    run.states.tell()
-                run.states.hand_over()
-                done(index)
-                run.states.take_back()
-        run.states.tell()
-    run.states.hand_over()
+        """Look at the experts and their inputs; nothing may be changed."""
 
 
 class LayerPass:
-    """Batches of one model on their way through its layers: see `run_layers`.
+    """Batches of one model on their way through its layers.
 
-    While a pass holds them in `states`, the batches are empty.
+    `resident_bytes` bounds the device memory of hidden states, and of sums between slices; the rest
+    waits on the host, and is left there at the end. With an `exchange` of several processes,
+    `stream` must deliver `exchange.experts` only. While the pass holds the states, the batches are
+    empty.
     """
 
     def __init__(
@@ -283,53 +226,72 @@ class LayerPass:
         exchange: ExpertExchange | None = None,
         hook: PostLayerHook | None = None,
     ) -> None:
-        device = stream.loader.device
+        device, config = stream.loader.device, stream.config
         longest = max((batch.layout.longest for batch in batches), default=0)
         self._stream = stream
-        self._config = stream.config
-        self._gemm = gemm
+        self._config = config
         self._hook = hook
-        self._table = position_table(stream.config, longest, device)
-        self._observer = Observers(observers) if observers else None
+        self._context = PassContext(
+            config=config,
+            table=position_table(config, longest, device),
+            gemm=gemm,
+            observer=Observers(observers) if observers else None,
+        )
         self._buffer = OffloadBuffer(device, resident_bytes)
-        self._exchange = exchange or SingleProcess(stream.config)
+        self._exchange = exchange or ExpertExchange(config)
         self._batches = batches
         self.states = HiddenStates(batches, self._buffer, self._exchange)
 
+    def run(
+        self,
+        *,
+        done: Callable[[int], None] | None = None,
+        whole: Callable[[int], bool] = lambda layer: True,
+    ) -> None:
+        """Take all batches through all layers of the stream, in place.
+
+        `done(layer)` is called after each layer, for journals and progress; the batches hold that
+        layer's result meanwhile. `whole(layer)` says whether `done` looks at all batches or only at
+        those at home; it must answer the same at all processes.
+        """
+        with torch.inference_mode():
+            for index, weights in self._stream:
+                self.apply(weights)
+                del weights
+                if done is not None:
+                    if whole(index):
+                        self.states.sync()
+                    self.states.hand_over()
+                    done(index)
+                    self.states.take_back()
+            self.states.sync()
+        self.states.hand_over()
+
     def apply(self, weights: LayerWeights) -> None:
         """Take every batch through the next layer."""
+        mlp, hook = weights.mlp, self._hook
+        if hook is not None and not hook.wants(weights.index):
+            hook = None
         with torch.inference_mode():
-            self._layer(weights, self._batches)
+            if isinstance(mlp, SparseMlp) and (
+                hook is not None or self._exchange.shared or not isinstance(mlp.experts, tuple)
+            ):
+                self._sliced(weights, mlp, hook)
+            else:
+                self.states.update(
+                    lambda number, h_TK: decoder_layer(
+                        h_TK, weights, self._batches[number].layout, self._context
+                    )
+                )
 
-    def _layer(self, weights: LayerWeights, batches: Sequence[Batch]) -> None:
-        mlp = weights.mlp
-        visited = self._hook is not None and self._hook.wants(weights.index)
-        shared = visited or not isinstance(self._exchange, SingleProcess)
-        if isinstance(mlp, SparseMlp) and (shared or not isinstance(mlp.experts, tuple)):
-            self._sliced(weights, mlp, batches)
-            return
-
-        def whole(number: int, h_TK: torch.Tensor) -> torch.Tensor:
-            return decoder_layer(
-                h_TK,
-                weights,
-                self._config,
-                batches[number].layout,
-                self._table,
-                gemm=self._gemm,
-                observer=self._observer,
-            )
-
-        self.states.update(whole)
-
-    def _sliced(self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]) -> None:
-        """A sparse layer whose experts come in slices, or are visited: batches inside."""
-        plans = self._plans(weights, mlp, batches)
-        sums = len(batches)  # the sum of batch n is kept under n + sums
+    def _sliced(self, weights: LayerWeights, mlp: SparseMlp, hook: PostLayerHook | None) -> None:
+        """A sparse layer, slices of experts outside and batches inside."""
+        plans = self._plans(weights, mlp)
+        sums = len(plans)  # the sum of batch n is kept under n + sums
         self._experts(weights, mlp, plans)
-        if self._hook is not None and self._hook.wants(weights.index):
-            self._run_hook(self._hook, weights, mlp, plans)
-        if not isinstance(self._exchange, SingleProcess):
+        if hook is not None:
+            hook.run(self._seen(weights, mlp, plans))
+        if self._exchange.shared:
             for number in range(sums):
                 sum_TK = self._buffer.get(number + sums)
                 self._exchange.bring_home(number, sum_TK)
@@ -343,56 +305,37 @@ class LayerPass:
         for number in range(sums):  # other passes may run before this one's next layer
             self._buffer.drop(number + sums)
 
-    def _plans(
-        self, weights: LayerWeights, mlp: SparseMlp, batches: Sequence[Batch]
-    ) -> list[Dispatch]:
-        """Batches up to their experts: the states behind attention, empty sums, choices."""
+    def _plans(self, weights: LayerWeights, mlp: SparseMlp) -> list[Dispatch]:
+        """Take all batches up to their experts: states after attention, empty sums, choices."""
         chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def routed(number: int, h_TK: torch.Tensor) -> torch.Tensor:
-            h_TK = attention_half(
-                h_TK,
-                weights,
-                self._config,
-                batches[number].layout,
-                self._table,
-                gemm=self._gemm,
-                observer=self._observer,
-            )
-            routing = choose(
-                mlp_input(h_TK, weights, self._config),
-                mlp.router,
-                self._config,
-                layer=weights.index,
-                observer=self._observer,
-            )
+            h_TK = attention_half(h_TK, weights, self._batches[number].layout, self._context)
+            x_TK = mlp_input(h_TK, weights, self._config)
+            routing = choose(x_TK, mlp.router, self._context, weights.index)
             chosen[number] = routing.experts_Tk.contiguous(), routing.weights_Tk.contiguous()
             return h_TK
 
         self.states.update_all(routed)
         plans = []
         device, config = self._stream.loader.device, self._config
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(self._batches):
             shape = (batch.layout.tokens, config.top_k)
-            if number not in chosen:
+            if number not in chosen:  # computed at another process
                 chosen[number] = (
                     torch.empty(shape, dtype=torch.int64, device=device),
                     torch.empty(shape, device=device),
                 )
             experts_Tk, weights_Tk = chosen.pop(number)
             self._exchange.spread(number, experts_Tk, weights_Tk)()
-            plans.append(sort_choices(experts_Tk, weights_Tk, config.num_experts))
+            plans.append(dispatch(experts_Tk, weights_Tk, config.num_experts))
             empty = torch.zeros(shape[0], config.hidden_size, device=device)
-            self._buffer.put(number + len(batches), empty)
+            self._buffer.put(number + len(self._batches), empty)
         return plans
 
-    def _run_hook(
-        self,
-        hook: PostLayerHook,
-        weights: LayerWeights,
-        mlp: SparseMlp,
-        plans: Sequence[Dispatch],
-    ) -> None:
+    def _seen(
+        self, weights: LayerWeights, mlp: SparseMlp, plans: Sequence[Dispatch]
+    ) -> LayerExperts:
         whole = mlp.experts if isinstance(mlp.experts, tuple) else None
 
         def parts() -> Iterable[ExpertSlice]:
@@ -402,22 +345,20 @@ class LayerPass:
             for number, plan in enumerate(plans):
                 yield mlp_input(self.states.get(number), weights, self._config), plan
 
-        hook.run(
-            LayerExperts(
-                layer=weights.index,
-                parts=parts,
-                inputs=inputs,
-                rows_E=tuple(
-                    sum(plan.offsets[expert + 1] - plan.offsets[expert] for plan in plans)
-                    for expert in range(self._config.num_experts)
-                ),
-                exchange=self._exchange,
-                device=self._stream.loader.device,
-            )
+        return LayerExperts(
+            layer=weights.index,
+            parts=parts,
+            inputs=inputs,
+            rows_E=tuple(
+                sum(plan.offsets[expert + 1] - plan.offsets[expert] for plan in plans)
+                for expert in range(self._config.num_experts)
+            ),
+            exchange=self._exchange,
+            device=self._stream.loader.device,
         )
 
     def _experts(self, weights: LayerWeights, mlp: SparseMlp, plans: Sequence[Dispatch]) -> None:
-        """Slices outside, batches inside; the sums of batches lie behind their states."""
+        """Add this process's experts to every batch's sum."""
         exchange, own, sums = self._exchange, self._exchange.experts, len(plans)
         if not own:
             for number in range(sums):
@@ -429,15 +370,9 @@ class LayerPass:
                 sum_TK = self._buffer.get(number + sums)
                 if part.first == own.start:
                     exchange.receive(sum_TK)
-                add_slice(
-                    sum_TK,
-                    mlp_input(self.states.get(number), weights, self._config),
-                    plan,
-                    part,
-                    gemm=self._gemm,
-                    layer=weights.index,
-                    observer=self._observer,
-                )
+                x_TK = mlp_input(self.states.get(number), weights, self._config)
+                add_slice(sum_TK, x_TK, plan, part, self._context, weights.index)
+                del x_TK
                 if part.first + part.count == own.stop:
                     exchange.send(sum_TK)
                 self._buffer.put(number + sums, sum_TK)

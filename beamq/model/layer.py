@@ -1,12 +1,12 @@
-"""One Beam decoder layer, and what stands before the first and after the last.
+"""One Beam decoder layer, and the head after the last one.
 
 In: hidden states `h_TK` of packed tokens, a `SequenceLayout`, one layer's weights. Out: the next
 hidden states, in the same dtype.
 
 Beam's residual stream is an average: counting the embedding as the first, the n-th addition is
-`h * sqrt((n-1)/n) + x * sqrt(1/n)`, both products rounded to the activation dtype before they
-are added. Layer l makes additions 2l+2 (attention) and 2l+3 (MLP). Each sublayer has a norm
-before it and one after it.
+`h * sqrt((n-1)/n) + x * sqrt(1/n)`, both products rounded to the activation dtype before they are
+added. Layer l makes additions 2l+2 (attention) and 2l+3 (MLP). Each sublayer has a norm before it
+and one after it.
 
 Rounding points are those of transformers' BeamForCausalLM, in FP32 and in BF16: norms, SwiGLU,
 RoPE, query scale, router and softcap are computed in FP32 whatever the dtype. Where transformers
@@ -14,8 +14,8 @@ leaves an order of sums open (attention kernels, the sum over experts), results 
 rounding.
 
 A layer is cut in two so that many batches can share a slice of experts: `attention_half`, then
-either `dense_half` or, for a sparse layer, `moe.begin / add_slice / finish` and `close_mlp`.
-`decoder_layer` does all of it for one batch.
+either `dense_mlp` or, for a sparse layer, `moe.choose / dispatch / add_slice / finish`, and
+`close_mlp`. `decoder_layer` does all of it for one batch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch.nn.functional as F
 
 from beamq import devices
 from beamq.beam.config import BeamConfig
-from beamq.model.attention import AttentionWeights, PositionTable, SequenceLayout, attention
-from beamq.model.gemm.backend import Gemm, LinearWeight
+from beamq.model.attention import AttentionWeights, attention
+from beamq.model.context import PassContext, SequenceLayout
+from beamq.model.gemm.backend import LinearWeight
 from beamq.model.gemm.products import CHUNK_ELEMENTS, product, swiglu
 from beamq.model.moe import ExpertSlice, RouterWeights, moe
-from beamq.model.observers import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,55 +74,27 @@ class Head:
 
 
 def decoder_layer(
-    h_TK: torch.Tensor,
-    weights: LayerWeights,
-    config: BeamConfig,
-    layout: SequenceLayout,
-    table: PositionTable,
-    *,
-    gemm: Gemm,
-    observer: Observer | None = None,
+    h_TK: torch.Tensor, weights: LayerWeights, layout: SequenceLayout, context: PassContext
 ) -> torch.Tensor:
     """One whole layer for one batch of packed tokens."""
-    h_TK = attention_half(h_TK, weights, config, layout, table, gemm=gemm, observer=observer)
-    x_TK = mlp_input(h_TK, weights, config)
+    h_TK = attention_half(h_TK, weights, layout, context)
+    x_TK = mlp_input(h_TK, weights, context.config)
     if isinstance(weights.mlp, DenseMlp):
-        out_TK = dense_mlp(x_TK, weights.mlp, gemm=gemm, layer=weights.index, observer=observer)
+        out_TK = dense_mlp(x_TK, weights.mlp, context, weights.index)
     else:
-        out_TK = moe(
-            x_TK,
-            weights.mlp.router,
-            weights.mlp.experts,
-            config,
-            gemm=gemm,
-            layer=weights.index,
-            observer=observer,
-        )
-    return close_mlp(h_TK, out_TK, weights, config)
+        out_TK = moe(x_TK, weights.mlp.router, weights.mlp.experts, context, weights.index)
+    return close_mlp(h_TK, out_TK, weights, context.config)
 
 
 def attention_half(
-    h_TK: torch.Tensor,
-    weights: LayerWeights,
-    config: BeamConfig,
-    layout: SequenceLayout,
-    table: PositionTable,
-    *,
-    gemm: Gemm,
-    observer: Observer | None = None,
+    h_TK: torch.Tensor, weights: LayerWeights, layout: SequenceLayout, context: PassContext
 ) -> torch.Tensor:
     """Norm, attention, norm, residual."""
+    config, index = context.config, weights.index
     out_TK = attention(
-        norm(h_TK, weights.input_norm, config),
-        weights.attention,
-        config,
-        layout,
-        table,
-        gemm=gemm,
-        layer=weights.index,
-        observer=observer,
+        norm(h_TK, weights.input_norm, config), weights.attention, layout, context, index
     )
-    return _close(h_TK, out_TK, weights.post_attention_norm, 2 * weights.index + 2, config)
+    return _close(h_TK, out_TK, weights.post_attention_norm, 2 * index + 2, config)
 
 
 def mlp_input(h_TK: torch.Tensor, weights: LayerWeights, config: BeamConfig) -> torch.Tensor:
@@ -130,10 +102,9 @@ def mlp_input(h_TK: torch.Tensor, weights: LayerWeights, config: BeamConfig) -> 
     return norm(h_TK, weights.pre_mlp_norm, config)
 
 
-def dense_mlp(
-    x_TK: torch.Tensor, mlp: DenseMlp, *, gemm: Gemm, layer: int, observer: Observer | None = None
-) -> torch.Tensor:
+def dense_mlp(x_TK: torch.Tensor, mlp: DenseMlp, context: PassContext, layer: int) -> torch.Tensor:
     """Dense SwiGLU, product in FP32."""
+    gemm, observer = context.gemm, context.observer
     if observer is not None:
         observer.linear_input(layer, "gate_up", x_TK)
     active_TI = swiglu(gemm.linear(x_TK, mlp.gate_up))

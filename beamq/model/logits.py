@@ -19,14 +19,13 @@ from beamq.beam.config import BeamConfig
 from beamq.devices import usable_device
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.model.attention import SequenceLayout
-from beamq.model.forward import Batch, run_layers
+from beamq.model.context import Observer, SequenceLayout
+from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.backend import Gemm
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import head_logits
 from beamq.model.layer_stream import LayerStream, experts_per_slice
 from beamq.model.loader import LayerLoader
-from beamq.model.observers import Observer
 
 BATCH_TOKENS = 16_384
 
@@ -97,7 +96,7 @@ def logits(
             most = max((batch.layout.tokens for batch in batches), default=0)
             share = experts_per_slice(checkpoint, config, dtype, max_device_memory, most)
         stream = LayerStream(loader, slice_experts=share)
-        run_layers(stream, batches, gemm=back_end, observers=observers)
+        LayerPass(stream, batches, gemm=back_end, observers=observers).run()
         head = loader.head()
         out = torch.zeros(*ids_BT.shape, config.vocab_size, device=where)
         with torch.inference_mode():

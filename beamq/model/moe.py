@@ -1,18 +1,18 @@
-"""Beam's mixture of experts: an FP32 router, experts over tokens grouped by expert.
+"""Beam's mixture of experts: an FP32 router, and experts over tokens grouped by expert.
 
 In: the normed input `x_TK` of packed tokens. Out: the expert sum in the activation dtype, times
 `routed_scaling_factor`.
 
 The one idea: choices are sorted by expert once, so that each projection is one grouped GEMM, and
 each token's contributions are added in FP32 in ascending order of expert. That order does not
-depend on how the experts are cut into slices: a layer whose experts pass through the device a
-slice at a time gives the same bits as one held whole.
+depend on how the experts are cut into slices: a layer whose experts pass through the device in
+slices gives the same bits as one held whole.
 
-The router is FP32 throughout (weight, input, logits, sigmoid, bias): `e_score_correction_bias`
-enters the choice only; a group's score is the sum of its two best; ties fall as `torch.topk`
-lets them; chosen scores are renormalised.
+The router is FP32 throughout (weight, input, logits, sigmoid, bias). `e_score_correction_bias`
+enters the choice only; a group's score is the sum of its two best experts; ties are decided by
+`torch.topk`; the chosen scores are renormalised.
 
-Limits: no expert parallelism here. Ranks hold slices like any other and add up their sums.
+Limits: no expert parallelism here; see expert_parallel.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch.nn.functional as F
 
 from beamq import devices
 from beamq.beam.config import BeamConfig
+from beamq.model.context import Observer, PassContext
 from beamq.model.gemm.backend import Gemm, Groups, LinearWeight
 from beamq.model.gemm.products import CHUNK_ELEMENTS, expert_rows, part_of, swiglu
-from beamq.model.observers import Observer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +89,8 @@ def route(x_TK: torch.Tensor, router: RouterWeights, config: BeamConfig) -> Rout
     return Routing(logits_TE=logits_TE, experts_Tk=experts_Tk, weights_Tk=weights_Tk)
 
 
-def dispatch(routing: Routing, num_experts: int) -> Dispatch:
-    """`sort_choices` of a routing."""
-    return sort_choices(routing.experts_Tk, routing.weights_Tk, num_experts)
-
-
-def sort_choices(experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, num_experts: int) -> Dispatch:
-    """Sort the choices by expert, tokens in order within each. Waits for no GPU."""
+def dispatch(experts_Tk: torch.Tensor, weights_Tk: torch.Tensor, num_experts: int) -> Dispatch:
+    """Sort the choices by expert, tokens in order within each expert. Does not wait for a GPU."""
     tokens, k = experts_Tk.shape
     flat = experts_Tk.flatten()
     sorted_S, order = flat.sort(stable=True)
@@ -113,45 +108,23 @@ def moe(
     x_TK: torch.Tensor,
     router: RouterWeights,
     experts: Iterable[ExpertSlice],
-    config: BeamConfig,
-    *,
-    gemm: Gemm,
+    context: PassContext,
     layer: int,
-    observer: Observer | None = None,
 ) -> torch.Tensor:
     """The whole sublayer for one batch, its experts in one slice or several."""
-    plan = begin(x_TK, router, config, layer=layer, observer=observer)
+    routing = choose(x_TK, router, context, layer)
+    plan = dispatch(routing.experts_Tk, routing.weights_Tk, context.config.num_experts)
     sum_TK = torch.zeros(x_TK.shape, dtype=torch.float32, device=x_TK.device)
     for part in experts:
-        add_slice(sum_TK, x_TK, plan, part, gemm=gemm, layer=layer, observer=observer)
-    return finish(sum_TK, x_TK.dtype, config)
+        add_slice(sum_TK, x_TK, plan, part, context, layer)
+    return finish(sum_TK, x_TK.dtype, context.config)
 
 
-def begin(
-    x_TK: torch.Tensor,
-    router: RouterWeights,
-    config: BeamConfig,
-    *,
-    layer: int,
-    observer: Observer | None = None,
-) -> Dispatch:
-    """Route a batch, show the choices, sort them."""
-    routing = choose(x_TK, router, config, layer=layer, observer=observer)
-    return dispatch(routing, config.num_experts)
-
-
-def choose(
-    x_TK: torch.Tensor,
-    router: RouterWeights,
-    config: BeamConfig,
-    *,
-    layer: int,
-    observer: Observer | None = None,
-) -> Routing:
-    """Route a batch and show the choices."""
-    routing = route(x_TK, router, config)
-    if observer is not None:
-        observer.routing(layer, routing.logits_TE, routing.experts_Tk, routing.weights_Tk)
+def choose(x_TK: torch.Tensor, router: RouterWeights, context: PassContext, layer: int) -> Routing:
+    """Route a batch and show the choices to the observer."""
+    routing = route(x_TK, router, context.config)
+    if context.observer is not None:
+        context.observer.routing(layer, routing.logits_TE, routing.experts_Tk, routing.weights_Tk)
     return routing
 
 
@@ -160,28 +133,26 @@ def add_slice(
     x_TK: torch.Tensor,
     plan: Dispatch,
     part: ExpertSlice,
-    *,
-    gemm: Gemm,
+    context: PassContext,
     layer: int,
-    observer: Observer | None = None,
 ) -> None:
     """Add a slice's weighted outputs to the FP32 sum. Slices must come in ascending order."""
+    gemm, observer = context.gemm, context.observer
     if observer is not None and observer.every_expert:
         _show_every_expert(x_TK, part, gemm, layer, observer)
-    shown = observer if observer is not None and observer.expert_inputs else None
     low, high = plan.offsets[part.first], plan.offsets[part.first + part.count]
     offsets = part_of(plan.offsets, part.first, part.first + part.count)
     rows = plan.token_S[low:high]
-    if shown is None:
+    if observer is None or not observer.expert_inputs:
         y_SK = gemm.experts(x_TK, part.gate_up, part.down, Groups(offsets, rows))
     else:
         x_SK = x_TK.index_select(0, rows)
-        shown.expert_input(layer, "gate_up", x_SK, part.first, offsets)
+        observer.expert_input(layer, "gate_up", x_SK, part.first, offsets)
         active_SI = swiglu(gemm.grouped(x_SK, part.gate_up, Groups(offsets)))
         del x_SK
-        shown.expert_input(layer, "down_proj", active_SI, part.first, offsets)
+        observer.expert_input(layer, "down_proj", active_SI, part.first, offsets)
         y_SK = gemm.grouped(active_SI, part.down, Groups(offsets))
-    _accumulate(sum_TK, y_SK, plan, low, high)
+    accumulate(sum_TK, y_SK, plan, low, high)
 
 
 def finish(sum_TK: torch.Tensor, dtype: torch.dtype, config: BeamConfig) -> torch.Tensor:
@@ -189,12 +160,12 @@ def finish(sum_TK: torch.Tensor, dtype: torch.dtype, config: BeamConfig) -> torc
     return sum_TK.to(dtype).mul_(config.routed_scaling_factor)
 
 
-def _accumulate(
+def accumulate(
     sum_TK: torch.Tensor, y_SK: torch.Tensor, plan: Dispatch, low: int, high: int
 ) -> None:
-    """sum[t] += y[s] * weight[s] for rows low..high-1, each token's rows in ascending order.
+    """sum[t] += y[s] * weight[s] for rows low .. high - 1, each token's rows in ascending order.
 
-    The j-th rows of all tokens are distinct tokens, so each step is free of collisions.
+    Column j of `row_Tk` has one row of every token, so a step never adds to a token twice.
     """
     if devices.serves(y_SK):
         from beamq.model import triton_layer  # Triton
@@ -221,7 +192,7 @@ def _accumulate(
 def _show_every_expert(
     x_TK: torch.Tensor, part: ExpertSlice, gemm: Gemm, layer: int, observer: Observer
 ) -> None:
-    """Let the observer see all tokens through each expert; nothing of it flows on."""
+    """Show the observer all tokens through each expert; the pass does not use the results."""
     for index in range(part.count):
         expert = part.first + index
         observer.every_expert_input(layer, "gate_up", x_TK, expert)

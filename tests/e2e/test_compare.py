@@ -26,8 +26,8 @@ from beamq.eval.compare.text import overlap_notes
 from beamq.formats import fp8
 from beamq.io.manifest import Manifest
 from beamq.io.shard_writer import write_json
+from beamq.model.context import Observer
 from beamq.model.logits import logits
-from beamq.model.observers import NullObserver
 from tests.helpers.checkpoint_damage import edit_json, flip
 from tests.helpers.model_fixtures import hf_logits, hf_model, quantized_copy, random_beam, text_ids
 
@@ -48,7 +48,7 @@ def library_ids(folder: Path, first: int) -> np.ndarray[Any, Any]:
     return np.array(ids[: ROWS * LENGTH]).reshape(ROWS, LENGTH)
 
 
-class ExpertAmax(NullObserver):
+class ExpertAmax(Observer):
     """Largest magnitude at the experts of each layer, by fused group."""
 
     def __init__(self) -> None:

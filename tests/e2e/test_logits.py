@@ -17,13 +17,12 @@ from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import DeviceError, UsageError
 from beamq.formats import fp8
 from beamq.io.checkpoint import open_checkpoint
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.context import Observer, PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
 from beamq.model.layer_stream import LayerStream
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import embed, logits
-from beamq.model.observers import NullObserver
 from tests.helpers.model_fixtures import (
     DENSE,
     FULL,
@@ -117,13 +116,14 @@ def test_states_equal_transformers_bit_for_bit(beam_nano: Path) -> None:
     loader = LayerLoader(checkpoint, config, dtype=FP32, device=torch.device("cpu"))
     layout, gemm = SequenceLayout.rectangle(2, 64), select_gemm("reference")
     table = position_table(config, 64, loader.device)
+    context = PassContext(config=config, table=table, gemm=gemm)
     (h_TK,) = embed(loader, [ids.flatten()])
     for index, weights in LayerStream(loader, layers=range(config.num_layers - 1)):
-        h_TK = decoder_layer(h_TK, weights, config, layout, table, gemm=gemm)
+        h_TK = decoder_layer(h_TK, weights, layout, context)
         assert torch.equal(h_TK, theirs[index + 1].flatten(0, 1)), f"after layer {index}"
 
 
-class Routers(NullObserver):
+class Routers(Observer):
     """Keeps each router's choice."""
 
     def __init__(self) -> None:

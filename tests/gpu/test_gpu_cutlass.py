@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from beamq import quantize
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
@@ -100,7 +100,8 @@ def test_products_of_a_real_width_layer(cuda: torch.device, kind: str, mlp: str)
 
     def run(gemm: Gemm) -> torch.Tensor:
         with torch.inference_mode():
-            return decoder_layer(h_TK, weights, REAL, layout, table, gemm=gemm).double()
+            context = PassContext(config=REAL, table=table, gemm=gemm)
+            return decoder_layer(h_TK, weights, layout, context).double()
 
     emulated, h = run(select_gemm("reference")), h_TK.double()
     # What the layer adds: the stream is an average, so h stays in it with some factor.

@@ -11,8 +11,8 @@ import torch
 
 from beamq.errors import DeviceError
 from beamq.formats import fp8
-from beamq.model import attention
-from beamq.model.attention import AttentionWeights, SequenceLayout, position_table
+from beamq.model.attention import AttentionWeights, gated_heads
+from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm import check
 from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
 from beamq.model.gemm.select import expert_range, select_gemm
@@ -20,10 +20,16 @@ from beamq.model.gemm.triton_gemm import Triton
 from beamq.model.layer import LayerWeights, SparseMlp, decoder_layer, residual_add
 from beamq.model.loader import upload
 from beamq.model.logits import logits
-from beamq.model.moe import ExpertSlice, Routing, _accumulate, dispatch, moe
+from beamq.model.moe import ExpertSlice, accumulate, dispatch, moe
 from benchmarks.random_layer import SMALL, random_layer
 
 CPU = torch.device("cpu")
+
+
+def context(length: int, device: torch.device, gemm: str = "reference") -> PassContext:
+    return PassContext(
+        config=SMALL, table=position_table(SMALL, length, device), gemm=select_gemm(gemm)
+    )
 
 
 def on_gpu(weights: LayerWeights, cuda: torch.device) -> LayerWeights:
@@ -100,14 +106,9 @@ def test_attention(cuda: torch.device, sequences: tuple[int, ...], window: int |
         k_norm=(1 + 0.2 * torch.randn(d)).bfloat16(),
         gate_bias=torch.randn(heads).bfloat16(),
     )
-    wanted = attention._gated(fused, weights, SMALL, layout, position_table(SMALL, 300, CPU))
-    got = attention._gated(
-        fused.to(cuda),
-        upload(weights, cuda, torch.cuda.Stream(cuda)),
-        SMALL,
-        layout,
-        position_table(SMALL, 300, cuda),
-    )
+    wanted = gated_heads(fused, weights, layout, context(300, CPU))
+    on_device = upload(weights, cuda, torch.cuda.Stream(cuda))
+    got = gated_heads(fused.to(cuda), on_device, layout, context(300, cuda))
     assert relative(got, wanted) < 4e-3
 
 
@@ -121,15 +122,14 @@ def test_close_and_sum_round_where_the_plain_path_does(cuda: torch.device) -> No
     wanted = residual_add(h, torch.nn.functional.rms_norm(x, (320,), weight, 1e-6), 9)
     assert (got != wanted).float().mean() < 1e-3
     chosen = torch.rand(50, 16).topk(4)[1]
-    routing = Routing(logits_TE=torch.empty(0), experts_Tk=chosen, weights_Tk=torch.rand(50, 4))
-    plan = dispatch(routing, 16)
+    plan = dispatch(chosen, torch.rand(50, 4), 16)
     y, sums = torch.randn(200, 320).bfloat16(), torch.zeros(50, 320)
     on_device = upload(plan, cuda, torch.cuda.Stream(cuda))
     device_sums = sums.to(cuda)
     cut = plan.offsets[7]
     for low, high in ((0, cut), (cut, 200)):
-        _accumulate(sums, y[low:high], plan, low, high)
-        _accumulate(device_sums, y[low:high].contiguous().to(cuda), on_device, low, high)
+        accumulate(sums, y[low:high], plan, low, high)
+        accumulate(device_sums, y[low:high].contiguous().to(cuda), on_device, low, high)
     assert torch.allclose(device_sums.cpu(), sums, rtol=1e-6, atol=1e-6)
 
 
@@ -144,15 +144,13 @@ def test_layer_equals_the_cpu(cuda: torch.device, fmt: str, kind: str, mlp: str)
     layout = SequenceLayout(lengths=(200, 31))
     torch.manual_seed(4)
     h = torch.randn(231, SMALL.hidden_size).bfloat16()
-    table = position_table(SMALL, 200, CPU)
-    wanted = decoder_layer(h, weights, config, layout, table, gemm=select_gemm("reference"))
+    plain = replace(context(200, CPU), config=config)
+    wanted = decoder_layer(h, weights, layout, plain)
     kept = float((h.double() * wanted).sum() / h.double().pow(2).sum())
     change = wanted.double() - h.double() * kept
-    device_table = position_table(SMALL, 200, cuda)
     for name in ("reference", "auto"):
-        got = decoder_layer(
-            h.to(cuda), on_gpu(weights, cuda), config, layout, device_table, gemm=select_gemm(name)
-        )
+        there = replace(context(200, cuda, name), config=config)
+        got = decoder_layer(h.to(cuda), on_gpu(weights, cuda), layout, there)
         error = float((got.cpu().double() - wanted.double()).norm() / change.norm())
         bound = {"bf16": 2e-2, "fp8": 6e-2, "nvfp4": 8e-2}[fmt]
         assert error < bound, f"{name}: {error:.1e}"
@@ -165,7 +163,6 @@ def test_slices_change_no_bit(cuda: torch.device, fmt: str) -> None:
     (whole,) = weights.mlp.experts
     torch.manual_seed(5)
     x = torch.randn(100, SMALL.hidden_size).bfloat16().to(cuda)
-    gemm = select_gemm("auto")
     parts = [
         ExpertSlice(
             first=first,
@@ -176,8 +173,9 @@ def test_slices_change_no_bit(cuda: torch.device, fmt: str) -> None:
         for first, last in ((0, 5), (5, 6), (6, 16))
     ]
     router = weights.mlp.router
-    one = moe(x, router, (whole,), SMALL, gemm=gemm, layer=0)
-    assert torch.equal(moe(x, router, parts, SMALL, gemm=gemm, layer=0), one)
+    there = context(1, cuda, "auto")
+    one = moe(x, router, (whole,), there, 0)
+    assert torch.equal(moe(x, router, parts, there, 0), one)
 
 
 def test_nano_logits(cuda: torch.device, beam_nano: Path) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from beamq.model.observers import NullObserver
+from beamq.model.context import Observer
 
 # Figures with their standard errors over tokens.
 #
@@ -327,7 +327,7 @@ class LayerError:
     router: RouterAgreement | None
 
 
-class RouteRecorder(NullObserver):
+class RouteRecorder(Observer):
     """Keeps a layer's router choices, one tensor a batch, until `take`."""
 
     expert_inputs = False

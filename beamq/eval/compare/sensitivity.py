@@ -45,7 +45,7 @@ from beamq.eval.compare.side_by_side import StreamOptions, expect_alike
 from beamq.eval.compare.text import read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.manifest import Manifest
-from beamq.model.attention import SequenceLayout, position_table
+from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
@@ -365,7 +365,8 @@ class _Branches:
         starts = range(0, ids_BT.shape[0], rows)
         self._rows = [torch.from_numpy(ids_BT[start : start + rows]) for start in starts]
         self._layouts = [SequenceLayout.rectangle(*rows.shape) for rows in self._rows]
-        self._table = position_table(config, ids_BT.shape[1], options.device)
+        table = position_table(config, ids_BT.shape[1], options.device)
+        self._context = PassContext(config=config, table=table, gemm=options.gemm)
 
     def run(self, progress: Callable[[int, int], None] | None) -> dict[Unit | None, TokenScores]:
         """Scores of every branch against the source."""
@@ -409,10 +410,9 @@ class _Branches:
         return source, branches
 
     def _apply(self, states: States, weights: LayerWeights) -> States:
-        gemm = self._options.gemm
         with torch.inference_mode():
             return [
-                decoder_layer(h_TK, weights, self._config, layout, self._table, gemm=gemm)
+                decoder_layer(h_TK, weights, layout, self._context)
                 for h_TK, layout in zip(states, self._layouts, strict=True)
             ]
 

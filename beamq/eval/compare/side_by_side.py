@@ -49,7 +49,7 @@ from beamq.eval.compare.weight_error import changed_tensors, weight_errors
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.manifest import Manifest, new_checksum
 from beamq.io.safetensors_header import TensorSpec
-from beamq.model.attention import SequenceLayout
+from beamq.model.context import Observer, SequenceLayout
 from beamq.model.expert_parallel import exchange_for
 from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
@@ -60,7 +60,6 @@ from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.model.moe import ExpertSlice
-from beamq.model.observers import Observer
 from beamq.ranks import Ranks, current_ranks
 
 # Exact weights, activations as served: the part of a loss that no better weights can win back.

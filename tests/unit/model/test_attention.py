@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamq.errors import UsageError
-from beamq.model.attention import SequenceLayout, sliding_attention
+from beamq.model.attention import sliding_attention
+from beamq.model.context import SequenceLayout
 
 
 def masked_attention(
@@ -46,9 +47,6 @@ def test_windows_by_blocks_equal_the_mask(
 
 def test_layouts() -> None:
     assert SequenceLayout.rectangle(2, 3).lengths == (3, 3)
-    assert SequenceLayout.from_cu_seqlens([0, 2, 5]).lengths == (2, 3)
-    segments = torch.tensor([[7, 7, 8], [8, 8, 8]])
-    assert SequenceLayout.from_segments(segments).lengths == (2, 1, 3)
     mask = torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
     layout = SequenceLayout.from_mask(mask)
     assert layout.lengths == (2, 1, 3)
@@ -60,9 +58,5 @@ def test_layouts() -> None:
 def test_layouts_refused() -> None:
     with pytest.raises(UsageError, match="row 1 has a hole"):
         SequenceLayout.from_mask(torch.tensor([[1, 1, 1], [1, 0, 1]]))
-    with pytest.raises(UsageError, match="must start with 0"):
-        SequenceLayout.from_cu_seqlens([2, 5])
     with pytest.raises(UsageError, match="hold a zero"):
         SequenceLayout(lengths=(3, 0))
-    with pytest.raises(UsageError, match="hold a zero"):
-        SequenceLayout.from_cu_seqlens([0, 5, 5])

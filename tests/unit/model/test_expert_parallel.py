@@ -10,7 +10,7 @@ import numpy as np
 from beamq.beam.config import BeamConfig
 from beamq.calib.collector import LayerRecord, combine
 from beamq.calib.statistics import InputStats
-from beamq.model.expert_parallel import PipelinedReduce, SingleProcess
+from beamq.model.expert_parallel import ExpertExchange, PipelinedReduce
 from beamq.ranks import Ranks
 
 QKV, DOWN = "layers.0.self_attn.qkv_gate", "layers.0.experts.down"
@@ -26,7 +26,7 @@ def test_each_batch_and_expert_has_one_home(beam_nano: Path) -> None:
     assert np.array(homes).sum(0).tolist() == [1] * 7
     assert np.array(homes).sum(1).tolist() == [3, 2, 2]
     experts = [e for rank in range(3) for e in chain(rank, config).experts]
-    assert experts == list(SingleProcess(config).experts)
+    assert experts == list(ExpertExchange(config).experts)
     assert all(chain(rank, config, divided=False).mine(4) for rank in range(3))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,15 +13,14 @@ from beamq.beam.config import BeamConfig
 from beamq.errors import DeviceError, MemoryBudgetError, UsageError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.model import logits as logits_module
-from beamq.model.attention import SequenceLayout
-from beamq.model.forward import Batch, run_layers
+from beamq.model.context import Observer, SequenceLayout
+from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import LayerWeights
 from beamq.model.layer_stream import LayerStream, activation_bytes, experts_per_slice, layer_bytes
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import embed, logits
 from beamq.model.moe import ExpertSlice
-from beamq.model.observers import NullObserver
 from tests.helpers.model_fixtures import quantized_copy, random_beam, token_ids
 
 CPU = torch.device("cpu")
@@ -40,7 +39,11 @@ def open_loader(path: Path) -> LayerLoader:
 
 
 def passed(
-    path: Path, *, slice_experts: int | None = None, **options: object
+    path: Path,
+    *,
+    slice_experts: int | None = None,
+    done: Callable[[int], None] | None = None,
+    **options: object,
 ) -> list[torch.Tensor]:
     """Two batches, one of mixed lengths, through all layers."""
     loader = open_loader(path)
@@ -49,7 +52,7 @@ def passed(
     layouts = [SequenceLayout.rectangle(2, 20), SequenceLayout(lengths=(7, 23))]
     batches = [Batch(h_TK=h, layout=layout) for h, layout in zip(states, layouts, strict=True)]
     stream = LayerStream(loader, slice_experts=slice_experts)
-    run_layers(stream, batches, gemm=select_gemm("reference"), **options)
+    LayerPass(stream, batches, gemm=select_gemm("reference"), **options).run(done=done)
     return [batch.h_TK for batch in batches]
 
 
@@ -68,7 +71,7 @@ def test_a_batch_alone_gives_what_it_gives_in_company(source: Path) -> None:
     ids = token_ids(1, 70, 96)[0]
     (state,) = embed(loader, [ids[40:]])
     batch = Batch(h_TK=state, layout=SequenceLayout(lengths=(7, 23)))
-    run_layers(LayerStream(loader), [batch], gemm=select_gemm("reference"))
+    LayerPass(LayerStream(loader), [batch], gemm=select_gemm("reference")).run()
     assert torch.equal(batch.h_TK, passed(source)[1])
 
 
@@ -82,7 +85,7 @@ def test_no_token_sees_another_sample(source: Path) -> None:
     for vector in (ids, changed):
         (state,) = embed(loader, [vector])
         batch = Batch(h_TK=state, layout=layout)
-        run_layers(LayerStream(loader), [batch], gemm=select_gemm("reference"))
+        LayerPass(LayerStream(loader), [batch], gemm=select_gemm("reference")).run()
         results.append(batch.h_TK)
     same = (results[0] == results[1]).all(1)
     assert same[:9].all()
@@ -90,7 +93,7 @@ def test_no_token_sees_another_sample(source: Path) -> None:
     assert not same[9:39].any()
 
 
-class Counter(NullObserver):
+class Counter(Observer):
     """Counts tokens by layer and group."""
 
     def __init__(self) -> None:

@@ -11,12 +11,16 @@ from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamq.beam.config import BeamConfig
 from beamq.model import moe as moe_module
+from beamq.model.context import Observer, Observers, PassContext, position_table
 from beamq.model.gemm.backend import DenseWeight
 from beamq.model.gemm.select import select_gemm
 from beamq.model.moe import ExpertSlice, RouterWeights, dispatch, moe, route, swiglu
-from beamq.model.observers import NullObserver, Observers
 
-REFERENCE = select_gemm("reference")
+
+def context(config: BeamConfig, observer: Observer | None = None) -> PassContext:
+    table = position_table(config, 1, torch.device("cpu"))
+    gemm = select_gemm("reference")
+    return PassContext(config=config, table=table, gemm=gemm, observer=observer)
 
 
 @pytest.fixture
@@ -142,7 +146,7 @@ def test_bias_chooses_but_does_not_weigh(config: BeamConfig) -> None:
 def test_result_is_the_weighted_sum(config: BeamConfig, dtype: torch.dtype) -> None:
     router, experts = weights(config, dtype)
     x = torch.randn(40, config.hidden_size).to(dtype)
-    got = moe(x, router, (experts,), config, gemm=REFERENCE, layer=0)
+    got = moe(x, router, (experts,), context(config), 0)
     routing = route(x, router, config)
     wanted = torch.zeros(x.shape, dtype=torch.float64)
     for t in range(x.shape[0]):
@@ -160,17 +164,17 @@ def test_result_is_the_weighted_sum(config: BeamConfig, dtype: torch.dtype) -> N
 def test_slices_change_no_bit(config: BeamConfig, dtype: torch.dtype, size: int) -> None:
     router, experts = weights(config, dtype)
     x = torch.randn(60, config.hidden_size).to(dtype)
-    whole = moe(x, router, (experts,), config, gemm=REFERENCE, layer=0)
-    sliced = moe(x, router, cut(experts, size), config, gemm=REFERENCE, layer=0)
+    whole = moe(x, router, (experts,), context(config), 0)
+    sliced = moe(x, router, cut(experts, size), context(config), 0)
     assert torch.equal(whole, sliced)
 
 
 def test_chunks_change_no_bit(config: BeamConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     router, experts = weights(config)
     x = torch.randn(60, config.hidden_size)
-    whole = moe(x, router, (experts,), config, gemm=REFERENCE, layer=0)
+    whole = moe(x, router, (experts,), context(config), 0)
     monkeypatch.setattr(moe_module, "CHUNK_ELEMENTS", 100)
-    assert torch.equal(moe(x, router, (experts,), config, gemm=REFERENCE, layer=0), whole)
+    assert torch.equal(moe(x, router, (experts,), context(config), 0), whole)
 
 
 def test_swiglu_is_fp32_and_rounds_once() -> None:
@@ -183,7 +187,7 @@ def test_swiglu_is_fp32_and_rounds_once() -> None:
 def test_dispatch_sorts_by_expert_then_token(config: BeamConfig) -> None:
     router, _ = weights(config)
     routing = route(torch.randn(30, config.hidden_size), router, config)
-    plan = dispatch(routing, config.num_experts)
+    plan = dispatch(routing.experts_Tk, routing.weights_Tk, config.num_experts)
     for e in range(config.num_experts):
         rows = slice(plan.offsets[e], plan.offsets[e + 1])
         wanted = (routing.experts_Tk == e).any(1).nonzero().flatten()
@@ -193,7 +197,7 @@ def test_dispatch_sorts_by_expert_then_token(config: BeamConfig) -> None:
         assert plan.row_Tk[t].diff().gt(0).all()
 
 
-class Recorder(NullObserver):
+class Recorder(Observer):
     """Keeps what it is shown."""
 
     def __init__(self, every_expert: bool = False) -> None:
@@ -218,17 +222,10 @@ def test_observers_see_each_experts_rows_and_change_nothing(config: BeamConfig, 
     router, experts = weights(config)
     router = replace(router, bias_E=router.bias_E.clone().index_fill_(0, torch.tensor([3]), -100.0))
     x = torch.randn(25, config.hidden_size)
-    quiet = moe(x, router, (experts,), config, gemm=REFERENCE, layer=0)
+    quiet = moe(x, router, (experts,), context(config), 0)
     routed, every = Recorder(), Recorder(every_expert=True)
-    seen = moe(
-        x,
-        router,
-        cut(experts, size),
-        config,
-        gemm=REFERENCE,
-        layer=0,
-        observer=Observers([routed, every]),
-    )
+    watched = context(config, Observers([routed, every]))
+    seen = moe(x, router, cut(experts, size), watched, 0)
     assert torch.equal(seen, quiet)
     assert routed.routings == every.routings == 1
     assert routed.every == {}
