@@ -150,8 +150,8 @@ def test_levels_say_what_they_left_out(made: Callable[[str], Path]) -> None:
     report = verify(made("nvfp4"), level="structure")
     assert report.ok
     assert report.bytes_read == 0
-    for name, (level, _) in CHECKS.items():
-        wanted = {"tensors": "needs --level tensors", "source": "needs --source"}.get(level)
+    for name, check in CHECKS.items():
+        wanted = {"tensors": "needs --level tensors", "source": "needs --source"}.get(check.level)
         assert wanted is None or report.check(name).detail == wanted
 
 
@@ -181,7 +181,7 @@ def case(
     signed: bool = True,
 ) -> None:
     """Register a fault; the level and whether a source is needed follow from the checks."""
-    levels = {CHECKS[name][0] for name in fails}
+    levels = {CHECKS[name].level for name in fails}
     CASES.append(
         Case(
             title=title,
@@ -374,7 +374,7 @@ case("fp8", "frozen status", block(lambda d: d.update(quantization_status="froze
 case("nvfp4", "lists differ", hf(lambda d: d["exclude_modules"].append("model.norm")),
      "config.agreement", where="model.norm")
 case("nvfp4", "KV cache in one file", hf(lambda d: d.update(kv_cache_quant_algo="FP8")),
-     "config.agreement", where="KV cache")
+     "config.agreement", where="kv_cache_quant_algo")
 case("nvfp4", "no hf_quant_config.json", delete("hf_quant_config.json"), "config.agreement")
 case("fp8", "both kinds of config", lambda f: (f / "hf_quant_config.json").write_text("{}"),
      "config.agreement")
@@ -569,7 +569,7 @@ def test_a_second_opinion_of_a_broken_global_scale_is_a_finding(
 def test_every_check_has_a_case_in_which_it_fails() -> None:
     shown = {name for case in CASES for name in case.fails} | {"values.second-opinion"}
     # Level forward has its own, in test_forward_check.
-    assert shown == {name for name, (level, _) in CHECKS.items() if level != "forward"}
+    assert shown == {name for name, check in CHECKS.items() if check.level != "forward"}
 
 
 def test_missing_libraries_are_said(

@@ -22,7 +22,7 @@ from beamq.io.safetensors_header import read_header
 from tests.helpers.checkpoint_damage import find, poke, put_float, read, resign, shards, swap
 from tests.helpers.safetensors_edit import Tensors, load, save
 
-FORWARD = [name for name, (level, _) in CHECKS.items() if level == "forward"]
+FORWARD = [name for name, check in CHECKS.items() if check.level == "forward"]
 EXPERTS = "model.layers.{}.mlp.experts.{}.{}"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 PARTS = ("weight", "weight_scale", "weight_scale_2")

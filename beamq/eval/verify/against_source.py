@@ -1,10 +1,15 @@
-"""The source a checkpoint was made from: is everything of it accounted for, and where does it lie?
+"""The source a checkpoint was made from: is all of it accounted for, and where is each value?
 
-In: the checkpoint's `Folder`, its `Inventory`, and an opened source. Out: the source range behind
-each stored weight (packed 3-D experts cut into rows), and findings under `source.accounted`,
+In: the checkpoint's `Folder`, its `Inventory`, and an opened source. Out: the source range of each
+stored weight (packed 3-D experts are cut into rows), and findings under `source.accounted`,
 `source.config` and `source.files`. Reads headers and the small companion files, no weights.
 
-The source is the caller's input: if it is broken or quantized itself, that is an exception.
+A folder that was dequantized has a quantized source. `DecodedCheckpoint` gives the values that this
+source decodes to, so that such a folder can be compared bit for bit like a copy. The kernels decode
+(FP32 products of code and scales, rounded to BF16 once); `values.second-opinion` checks that other
+libraries agree with them.
+
+The source is the caller's input: if it is broken, that is an exception.
 """
 
 from __future__ import annotations
@@ -17,64 +22,57 @@ from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.errors import TensorError, UsageError
-from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Folder, Inventory
+from beamq.eval.verify.checks import FP8, NVFP4, Ledger
+from beamq.eval.verify.folder import (
+    LARGEST_GLOBAL,
+    SCALE_SUFFIXES,
+    SMALLEST_NORMAL,
+    Folder,
+    Inventory,
+)
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.safetensors_header import TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange, companion_files, map_sources, restored_name
 
-# A quantized checkpoint read as the BF16 tensors that it decodes to.
-#
-# In: an opened checkpoint, NVFP4 or FP8, in the layouts beamq writes. Out: a `Decoded`: specs of
-# what `beamq dequantize` makes of it, and positional reads of those values, decoded as they are
-# asked for. So a dequantized folder is held against its source like any copy: to the bit.
-#
-# The decoding is that of the kernels (FP32 products of code and scales, rounded to BF16 once); that
-# these agree with other libraries is `values.second-opinion`'s business.
-
 BF16_BYTES = 2
-SCALES = (".weight_scale", ".weight_scale_2", ".input_scale")
+OWN_KEYS = ("quantization_config", "dtype", "torch_dtype")  # config keys a conversion may change
+CHUNK = 1 << 20
 
 
-class Decoded:
-    """See the module. Reads are thread safe. Raises `TensorError` for parts that do not fit."""
+class DecodedCheckpoint:
+    """A quantized checkpoint read as what `beamq dequantize` makes of it; reads are thread safe.
+
+    `tensors` are the decoded ones by name. Raises `TensorError` for parts that do not fit.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._formats: dict[str, str] = {}
-        self.tensors = {spec.name: spec for spec in map(self._spec, self._stored())}
+        self.tensors: dict[str, TensorSpec] = {}
+        for name, spec in checkpoint.tensors.items():
+            module, _, suffix = name.rpartition(".")
+            if suffix not in SCALE_SUFFIXES or f"{module}.weight" not in checkpoint.tensors:
+                self.tensors[name] = self._decoded(spec)
 
     @property
     def quantized(self) -> bool:
         """Whether anything had to be decoded."""
         return bool(self._formats)
 
-    def _stored(self) -> list[TensorSpec]:
-        """Every tensor but the scales that decoding uses up."""
-        tensors = self.checkpoint.tensors
-        return [
-            spec
-            for spec in tensors.values()
-            if not any(
-                spec.name.endswith(suffix) and f"{spec.name.removesuffix(suffix)}.weight" in tensors
-                for suffix in SCALES
-            )
-        ]
-
-    def _spec(self, spec: TensorSpec) -> TensorSpec:
-        """A tensor as it is, or as BF16 [n, k] where a scale stands beside it."""
+    def _decoded(self, spec: TensorSpec) -> TensorSpec:
+        """A tensor as it is, or as BF16 [n, k] if it has a scale."""
         module = spec.name.removesuffix(".weight")
         if not spec.name.endswith(".weight") or len(spec.shape) != 2:
             return spec
         if f"{module}.weight_scale" not in self.checkpoint.tensors:
             return spec
-        fmt = "nvfp4" if spec.dtype == "U8" else "fp8"
-        n, k = spec.shape[0], spec.shape[1] * (2 if fmt == "nvfp4" else 1)
+        fmt = NVFP4 if spec.dtype == "U8" else FP8
+        n, k = spec.shape[0], spec.shape[1] * (2 if fmt == NVFP4 else 1)
         for name, dtype, shape in quantized_tensors(module, fmt, n, k):
             if name.endswith(".input_scale"):
-                continue  # of no use here
+                continue  # decoding does not use it
             found = self.checkpoint.spec(name)
             if (found.dtype, found.shape) != (dtype, shape):
                 raise TensorError(
@@ -99,56 +97,52 @@ class Decoded:
 
     def _decode(self, spec: TensorSpec, fmt: str, first: int, rows: int, out: memoryview) -> None:
         """Rows first .. first + rows - 1 of a linear [n, k] as BF16."""
-        k = spec.shape[1]
-        module = spec.name.removesuffix(".weight")
-        codes = self._rows(f"{module}.weight", first, rows)
-        scales = self._rows(f"{module}.weight_scale", first, rows)
-        if fmt == "nvfp4":
-            name = f"{module}.weight_scale_2"
-            global_scale: float = struct.unpack("<f", self.checkpoint.read(name))[0]
-            if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
-                raise TensorError(
-                    f"{spec.file}: {name} is {global_scale}, which no weight can have; `beamq"
-                    " verify` on that folder tells what is broken"
-                )
-            cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "BF16")
-        else:
+        k, module, checkpoint = spec.shape[1], spec.name.removesuffix(".weight"), self.checkpoint
+        codes = read_rows(checkpoint, checkpoint.spec(f"{module}.weight"), first, rows)
+        scales = read_rows(checkpoint, checkpoint.spec(f"{module}.weight_scale"), first, rows)
+        if fmt == FP8:
             cpu.fp8_dequantize_rows(codes, scales, k, out, "BF16")
+            return
+        name = f"{module}.weight_scale_2"
+        global_scale: float = struct.unpack("<f", checkpoint.read(name))[0]
+        if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
+            raise TensorError(
+                f"{spec.file}: {name} is {global_scale}, which no weight can have; run `beamq"
+                " verify` on that folder to find what is broken"
+            )
+        cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "BF16")
 
-    def _rows(self, name: str, first: int, rows: int) -> bytearray:
-        spec = self.checkpoint.spec(name)
-        line = spec.nbytes // spec.shape[0]
-        buffer = bytearray(rows * line)
-        self.checkpoint.read_into(spec, memoryview(buffer), first * line)
-        return buffer
 
-
-OWN_KEYS = ("quantization_config", "dtype", "torch_dtype")  # config keys a conversion may change
-CHUNK = 1 << 20
+def read_rows(checkpoint: Checkpoint, spec: TensorSpec, first: int, rows: int) -> bytearray:
+    """The bytes of some rows of a stored tensor."""
+    line = spec.nbytes // spec.shape[0]
+    buffer = bytearray(rows * line)
+    checkpoint.read_into(spec, memoryview(buffer), first * line)
+    return buffer
 
 
 def trace_source(
     folder: Folder, inventory: Inventory, source: Checkpoint, ledger: Ledger
 ) -> dict[str, SourceRange]:
-    """Output tensor name -> where its values lie in the source.
+    """Output tensor name -> where its values are in the source.
 
-    Raises `TensorError`, `AlreadyQuantizedError` or `ConfigError` for a source that is no
+    Raises `TensorError`, `AlreadyQuantizedError` or `ConfigError` for a source that is not a
     high-precision Beam.
     """
     mapping = map_sources(source, BeamConfig.from_dict(source.config))
     _check_config(folder.raw_config, source.config, ledger)
-    _check_files(folder, source, _targets(source), ledger)
+    targets = {each.source: each.target for each in companion_files(source.source)}
+    _check_files(folder, source, targets, ledger)
     ranges = {role.name: found for role, found in mapping.found}
-    for spec in mapping.extra:
-        ranges[spec.name] = _whole(spec)
+    ranges |= {spec.name: _whole(spec) for spec in mapping.extra}
     _check_accounted(inventory, ranges, len(mapping.dropped), ledger)
     return ranges
 
 
 def trace_decoded(
-    folder: Folder, inventory: Inventory, source: Decoded, ledger: Ledger
+    folder: Folder, inventory: Inventory, source: DecodedCheckpoint, ledger: Ledger
 ) -> dict[str, SourceRange]:
-    """The same for a folder that was dequantized: the values that its quantized source decodes to.
+    """The same for a folder that was dequantized and for the values that its source decodes to.
 
     Raises `UsageError` for a source that is not quantized.
     """
@@ -159,7 +153,10 @@ def trace_decoded(
             " the quantized folder that it was decoded from, or leave out --source"
         )
     _check_config(folder.raw_config, checkpoint.config, ledger)
-    _check_files(folder, checkpoint, _restored(checkpoint), ledger)
+    # Decoding gives model cards their old names back, and drops the one that quantizing wrote.
+    names = {each.source: restored_name(each) for each in companion_files(checkpoint.source)}
+    targets = {name: target for name, target in names.items() if target is not None}
+    _check_files(folder, checkpoint, targets, ledger)
     ranges = {name: _whole(spec) for name, spec in source.tensors.items()}
     _check_accounted(inventory, ranges, 0, ledger)
     return ranges
@@ -172,71 +169,55 @@ def _whole(spec: TensorSpec) -> SourceRange:
 def _check_accounted(
     inventory: Inventory, ranges: Mapping[str, SourceRange], dropped: int, ledger: Ledger
 ) -> None:
+    check = "source.accounted"
     stored: dict[str, tuple[int, ...]] = {
         linear.role.name: linear.shape for linear in inventory.linears if linear.parts
     }
-    for spec in [spec for _, spec in inventory.precise] + inventory.unknown:
+    for spec in [spec for _, spec in inventory.high_precision] + inventory.unknown:
         stored[spec.name] = spec.shape
-    ledger.examined("source.accounted", len(ranges) + dropped, "source tensors")
+    ledger.examined(check, len(ranges) + dropped)
     for name, found in ranges.items():
         if name not in stored:
-            ledger.fault("source.accounted", name, "is in the source, but not here")
+            ledger.fault(check, name, "is in the source, but not here")
         elif stored[name] != found.shape:
-            ledger.fault(
-                "source.accounted",
-                name,
-                f"is {list(stored[name])} here and {list(found.shape)} in the source",
-            )
+            shapes = f"{list(stored[name])} here and {list(found.shape)} in the source"
+            ledger.fault(check, name, f"is {shapes}")
     for name in stored:
         if name not in ranges:
-            ledger.fault("source.accounted", name, "is here, but not in the source")
+            ledger.fault(check, name, "is here, but not in the source")
 
 
 def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Ledger) -> None:
     keys = (ours.keys() | theirs.keys()).difference(OWN_KEYS)
-    ledger.examined("source.config", len(keys), "keys")
+    ledger.examined("source.config", len(keys))
     for key in sorted(keys):
         if ours.get(key) != theirs.get(key):
-            ledger.fault(
-                "source.config",
-                key,
-                f"is {str(ours.get(key))[:60]!r}, in the source {str(theirs.get(key))[:60]!r}",
-            )
-
-
-def _targets(source: Checkpoint) -> dict[str, str]:
-    """What became of each file that travels with the weights: its name there -> here."""
-    return {each.source: each.target for each in companion_files(source.source)}
-
-
-def _restored(source: Checkpoint) -> dict[str, str]:
-    """The same for decoding, which gives cards their old names back and drops the newest."""
-    found = {each.source: restored_name(each) for each in companion_files(source.source)}
-    return {name: target for name, target in found.items() if target is not None}
+            here, there = str(ours.get(key))[:60], str(theirs.get(key))[:60]
+            ledger.fault("source.config", key, f"is {here!r}, but {there!r} in the source")
 
 
 def _check_files(
     folder: Folder, source: Checkpoint, targets: Mapping[str, str], ledger: Ledger
 ) -> None:
-    """Tokenizer, templates and the like must be the source's, bit for bit."""
-    ledger.examined("source.files", len(targets), "files")
+    """Tokenizer, templates and the like equal the source's; `targets` maps names there to names
+    here."""
+    check = "source.files"
+    ledger.examined(check, len(targets))
     for name, here in targets.items():
         target = folder.root / here
         if not target.is_file():
-            ledger.fault("source.files", here, "is missing; the source has it")
+            ledger.fault(check, here, "is missing, but the source has it")
         elif not _same_bytes(source.source.path(name), target):
-            ledger.fault("source.files", here, "differs from the source's")
+            ledger.fault(check, here, "differs from the source's")
     if not targets:
-        ledger.skip("source.files", "the source has no other files")
+        ledger.skip("the source has no other files", check)
 
 
 def _same_bytes(a: Path, b: Path) -> bool:
     if a.stat().st_size != b.stat().st_size:
         return False
     with a.open("rb") as left, b.open("rb") as right:
-        while True:
-            chunk = left.read(CHUNK)
+        while chunk := left.read(CHUNK):
             if chunk != right.read(CHUNK):
                 return False
-            if not chunk:
-                return True
+    return True

@@ -1,14 +1,14 @@
-"""The named checks of `verify`, their results, and the ledger they are written into.
+"""The named checks of `verify`, their results, and the ledger that collects findings.
 
-`CHECKS` is the whole list: name -> (level, what it demands). A check ends as `pass`, `fail` or
-`skip`; a pass says how many things were examined, since a check that looked at nothing has not
-passed, and a skip says why. Nothing here knows how a check is done.
+`CHECKS` is the complete list. A check ends as `pass`, `fail` or `skip`. A pass says how many things
+were examined, because a check that examined nothing has not passed; a skip gives the reason. How
+a check is carried out is not known here.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from beamq.errors import printable
 
@@ -20,76 +20,82 @@ FP8 = "fp8"
 PLAIN_FORMATS = ("bf16", "fp16", "fp32")
 SHOWN = 5  # places named for each failed check; the count is always complete
 
-CHECKS: dict[str, tuple[Level, str]] = {
-    "files.readable": ("structure", "every shard has a sound safetensors header and its length"),
-    "files.index": ("structure", "the index and the shards' keys are one to one"),
-    "files.total-size": ("structure", "the index's total_size is the sum of all tensor bytes"),
-    "files.shard-names": ("structure", "shards are numbered without a gap, 00001 to N of N"),
-    "files.unlisted": ("structure", "no weight file, whole or partial, that the index lacks"),
-    "files.metadata": ("structure", 'every shard\'s header says {"format": "pt"}'),
-    "manifest.present": ("structure", "beamq.json lists these shards and tensors, with checksums"),
-    "config.declared": ("structure", "one format is declared, and it is one all engines load"),
-    "config.fields": ("structure", "every field is exactly what the engines require"),
-    "config.ignore": ("structure", "every linear left precise is in the ignore list"),
-    "config.agreement": ("structure", "config.json and hf_quant_config.json say the same"),
-    "config.schema": ("structure", "compressed-tensors' own class accepts the block unchanged"),
-    "config.dtype": ("structure", "config.json's dtype is bfloat16"),
-    "tensors.known": ("structure", "no tensor name that the engines do not know"),
-    "tensors.present": ("structure", "no tensor that config.json calls for is missing"),
-    "tensors.shape": ("structure", "every tensor has the shape that config.json implies"),
-    "tensors.dtype": ("structure", "every tensor has the dtype its place demands"),
-    "tensors.experts": ("structure", "the experts of a layer are complete and stored alike"),
-    "tensors.router": ("structure", "router weight and correction bias are FP32"),
-    "tensors.head": ("structure", "lm_head and embeddings are not quantized"),
-    "scales.global": ("structure", "weight_scale_2 is finite and positive"),
-    "scales.shared": ("structure", "weight_scale_2 is one value over linears the engines fuse"),
-    "scales.input": ("structure", "input_scale is finite, positive, and so is its reciprocal"),
-    "scales.input-shared": ("structure", "input_scale is one value over linears that are fused"),
-    "engine.vllm": ("structure", "vLLM builds quantized exactly what is stored quantized"),
-    "engine.vllm-wide": ("structure", "the same with more tensor-parallel ranks than KV heads"),
-    "engine.sglang": ("structure", "SGLang builds quantized exactly what is stored quantized"),
-    "engine.transformers": ("structure", "transformers does, where it has a loader (FP8)"),
-    "checksums.tensors": ("tensors", "every tensor's bytes have the checksum in beamq.json"),
-    "checksums.shards": ("tensors", "every shard's header and tensors add up to its checksum"),
-    "checksums.files": ("tensors", "every other file has the checksum in beamq.json"),
-    "values.block-scales": ("tensors", "no NVFP4 block scale is NaN, zero or negative"),
-    "values.row-scales": ("tensors", "every FP8 row scale is finite and positive"),
-    "values.codes": ("tensors", "no FP8 code is NaN"),
-    "values.finite": ("tensors", "no NaN or infinity among the tensors left precise"),
-    "values.second-opinion": ("tensors", "another library decodes a sample to the same values"),
-    "source.config": ("source", "config.json is the source's but for dtype and quantization"),
-    "source.files": ("source", "tokenizer, templates and other files are the source's"),
-    "source.accounted": ("source", "every source tensor is stored here or was dropped on purpose"),
-    "source.router": ("source", "router and correction bias are bit-identical to the source"),
-    "source.copied": ("source", "all else equals the source (or what it decodes to), to the bit"),
-    "source.bound": ("source", "every quantized element is the nearest that its recipe allows"),
-    "forward.runs": ("forward", "the model runs beside its source, and all logits are finite"),
-    "forward.kld": ("forward", "mean KL divergence from the source is within the recipe's bound"),
-    "forward.top": ("forward", "the likeliest next token is the source's as often as it must be"),
-    "forward.router": ("forward", "every layer's router chooses the source's experts, as it must"),
-    "forward.weights": ("forward", "every linear decodes to the source's within the bound"),
-    "forward.unquantized": ("forward", "norms, routers, embeddings and head act as the source's"),
+
+class Check(NamedTuple):
+    """What a check needs, what it counts (a plural), and what it demands."""
+
+    level: Level
+    unit: str
+    demand: str
+
+
+_STRUCTURE = {
+    "files.readable": ("shards", "every shard has a valid safetensors header and its full length"),
+    "files.index": ("entries", "the index and the shards name the same tensors"),
+    "files.total-size": ("sums", "the index's total_size is the sum of all tensor bytes"),
+    "files.shard-names": ("names", "shards are numbered 00001 to N of N without a gap"),
+    "files.unlisted": ("weight files", "the index names every weight file; none is partial"),
+    "files.metadata": ("headers", 'the header of every shard says {"format": "pt"}'),
+    "manifest.present": ("tensors", "beamq.json lists these shards and tensors with checksums"),
+    "config.declared": ("formats", "the config declares one format, and all engines load it"),
+    "config.fields": ("files", "every field of the config has the value that the engines require"),
+    "config.ignore": ("modules", "the ignore list names every linear kept in high precision"),
+    "config.agreement": ("files", "config.json and hf_quant_config.json say the same"),
+    "config.schema": ("blocks", "compressed-tensors reads its config block back unchanged"),
+    "config.dtype": ("keys", "the dtype in config.json is bfloat16"),
+    "tensors.known": ("tensors", "every tensor name is one that the engines know"),
+    "tensors.present": ("expected tensors", "every tensor that config.json calls for is stored"),
+    "tensors.shape": ("tensors", "every tensor has the shape that config.json implies"),
+    "tensors.dtype": ("tensors", "every tensor has the dtype that its role requires"),
+    "tensors.experts": ("layers", "a layer's experts are complete, and all or none are quantized"),
+    "tensors.router": ("tensors", "router weights and correction biases are FP32"),
+    "tensors.head": ("tensors", "lm_head and the embeddings are not quantized"),
+    "scales.global": ("scalars", "every weight_scale_2 is finite and positive"),
+    "scales.shared": ("groups", "linears that the engines fuse share one weight_scale_2"),
+    "scales.input": ("scalars", "every input_scale and its reciprocal are finite and positive"),
+    "scales.input-shared": ("groups", "linears that the engines fuse share one input_scale"),
+    "engine.vllm": ("modules", "vLLM builds as quantized exactly what is stored quantized"),
+    "engine.vllm-wide": ("modules", "so does vLLM with more tensor-parallel ranks than KV heads"),
+    "engine.sglang": ("modules", "SGLang builds as quantized exactly what is stored quantized"),
+    "engine.transformers": ("modules", "so does transformers, which has a loader for FP8 only"),
+}
+_TENSORS = {
+    "checksums.tensors": ("tensors", "the bytes of every tensor match its checksum in beamq.json"),
+    "checksums.shards": ("shards", "every shard's header and tensors match its checksum"),
+    "checksums.files": ("files", "every other file matches its checksum in beamq.json"),
+    "values.block-scales": ("scales", "no NVFP4 block scale is NaN, zero or negative"),
+    "values.row-scales": ("scales", "every FP8 row scale is finite and positive"),
+    "values.codes": ("codes", "no FP8 code is NaN"),
+    "values.finite": ("tensors", "no high-precision tensor holds NaN or infinity"),
+    "values.second-opinion": ("linears", "another library decodes a sample to the same values"),
+}
+_SOURCE = {
+    "source.config": ("keys", "config.json equals the source's but for dtype and quantization"),
+    "source.files": ("files", "tokenizer, templates and other files equal the source's"),
+    "source.accounted": ("source tensors", "every source tensor is here or was dropped on purpose"),
+    "source.router": ("tensors", "router weights and biases equal the source's bit for bit"),
+    "source.copied": ("tensors", "the rest equals the source, or what it decodes to, bit for bit"),
+    "source.bound": ("elements", "every quantized element is within the bound of its recipe"),
+}
+_FORWARD = {
+    "forward.runs": ("models", "the model runs next to its source, and all logits are finite"),
+    "forward.kld": ("figures", "the mean KL divergence from the source is within its bound"),
+    "forward.top": ("figures", "the most likely next token agrees with the source often enough"),
+    "forward.router": ("figures", "each layer's router chooses the source's experts often enough"),
+    "forward.weights": ("figures", "the error of every decoded linear is within its bound"),
+    "forward.unquantized": ("figures", "norms, routers, embeddings and head act as the source's"),
+}
+_TABLES: dict[Level, dict[str, tuple[str, str]]]
+_TABLES = {"structure": _STRUCTURE, "tensors": _TENSORS, "source": _SOURCE, "forward": _FORWARD}
+CHECKS = {
+    name: Check(level, *rest) for level, table in _TABLES.items() for name, rest in table.items()
 }
 # What has no meaning where nothing is quantized.
-NEEDS_QUANTIZED = (
-    "config.declared",
-    "config.fields",
-    "config.ignore",
-    "config.agreement",
-    "config.schema",
-    "scales.global",
-    "scales.shared",
-    "scales.input",
-    "scales.input-shared",
-    "engine.vllm",
-    "engine.vllm-wide",
-    "engine.sglang",
-    "engine.transformers",
-    "values.block-scales",
-    "values.row-scales",
-    "values.codes",
-    "values.second-opinion",
-    "source.bound",
+NEEDS_QUANTIZED = tuple(
+    name
+    for name in CHECKS
+    if name.startswith(("config.", "scales.", "engine.", "values.", "source.bound"))
+    and name not in ("config.dtype", "values.finite")
 )
 
 
@@ -119,7 +125,7 @@ class RoleError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """All checks in a fixed order, and what was measured on the way."""
+    """All checks in the order of `CHECKS`, and what was measured meanwhile."""
 
     checkpoint: str
     level: str
@@ -157,89 +163,90 @@ class VerifyReport:
 
 @dataclass(slots=True)
 class CheckState:
+    """What was recorded about one check so far."""
+
+    unit: str
     examined: int = 0
-    unit: str = ""
+    measured: str = ""
     skipped: str | None = None
     faults: int = 0
     where: list[str] = field(default_factory=list)
     detail: str = ""
-    said: str = ""
+
+    def result(self, name: str, level: str, *, with_source: bool) -> CheckResult:
+        """How the check ends. A fault outweighs a skip, and a skip outweighs a pass."""
+        if self.faults:
+            more = f" (and {self.faults - 1} more)" if self.faults > 1 else ""
+            return CheckResult(
+                name=name,
+                status="fail",
+                detail=self.detail + more,
+                where=tuple(self.where),
+                count=self.faults,
+            )
+        if self.examined and self.skipped is None:
+            detail = self.measured or f"{self.unit}: {self.examined:,}"
+            return CheckResult(name=name, status="pass", detail=detail)
+        reason = self.skipped or _left_out(CHECKS[name].level, level, with_source)
+        return CheckResult(name=name, status="skip", detail=reason)
+
+
+def _left_out(needs: Level, level: str, with_source: bool) -> str:
+    """Why a check examined nothing."""
+    if level == "quick":
+        return "left out by --quick"
+    if needs == "forward" and level != "forward":
+        return "needs --level forward"
+    if needs == "source" and not with_source:
+        return "needs --source"
+    if needs != "structure" and level == "structure":
+        return "needs --level tensors"
+    return "nothing to examine"
 
 
 class Ledger:
-    """Collects findings by check name. Not thread safe: one thread writes."""
+    """Collects findings: `states` has one for each check. Not thread safe: one thread writes."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, CheckState] = {}
+        self.states = {name: CheckState(unit=check.unit) for name, check in CHECKS.items()}
 
-    def _entry(self, name: str) -> CheckState:
-        if name not in CHECKS:
-            raise KeyError(f"no check named {name}")
-        return self._entries.setdefault(name, CheckState())
+    def examined(self, name: str, count: int = 1, unit: str | None = None) -> None:
+        """`count` more things were examined; they pass unless a fault follows."""
+        state = self.states[name]
+        state.examined += count
+        state.unit = unit or state.unit
 
-    def examined(self, name: str, count: int, unit: str) -> None:
-        """`count` more things (`unit`, a plural) were looked at, and pass unless faults follow."""
-        entry = self._entry(name)
-        entry.examined += count
-        entry.unit = unit
-
-    def found(self, name: str, said: str) -> None:
-        """A figure was measured; it is what the check says unless faults follow."""
-        entry = self._entry(name)
-        entry.examined += 1
-        entry.said = said
+    def measured(self, name: str, text: str) -> None:
+        """A figure was measured; `text` is what the check says unless a fault follows."""
+        state = self.states[name]
+        state.examined += 1
+        state.measured = text
 
     def fault(self, name: str, where: str, detail: str) -> None:
-        """One more fault. The first one's `detail` is shown, the first few places are named."""
-        entry = self._entry(name)
-        entry.faults += 1
-        if len(entry.where) < SHOWN:
-            entry.where.append(printable(where))
-        entry.detail = entry.detail or printable(f"{where}: {detail}")
+        """One more fault. The first one's `detail` is shown; the first few places are named."""
+        state = self.states[name]
+        state.faults += 1
+        if len(state.where) < SHOWN:
+            state.where.append(printable(where))
+        state.detail = state.detail or printable(f"{where}: {detail}")
 
-    def skip(self, name: str, reason: str) -> None:
-        """The check does not apply or cannot be done. A fault found elsewhere outweighs it."""
-        entry = self._entry(name)
-        entry.skipped = entry.skipped or reason
+    def expect(self, name: str, where: str, found: object, wanted: object) -> None:
+        """A fault unless a value that was found is the one that was wanted."""
+        if found != wanted:
+            self.fault(name, where, f"is {found!r}, expected {wanted!r}")
 
-    def entry(self, name: str) -> CheckState:
-        """What is written under a check's name, for `replace` in another rank's ledger."""
-        return self._entry(name)
-
-    def replace(self, name: str, entry: CheckState) -> None:
-        """Take over what another ledger says of a check."""
-        self._entries[name] = entry
+    def skip(self, reason: str, *names: str) -> None:
+        """These checks do not apply, or cannot be done. The first reason stays."""
+        for name in names:
+            self.states[name].skipped = self.states[name].skipped or reason
 
     def failed(self, *names: str) -> bool:
         """Whether any of these checks has a fault."""
-        return any(name in self._entries and self._entries[name].faults for name in names)
+        return any(self.states[name].faults for name in names)
 
     def results(self, level: str, *, with_source: bool) -> tuple[CheckResult, ...]:
         """Every check, in the order of `CHECKS`."""
-        return tuple(_result(name, self._entries.get(name), level, with_source) for name in CHECKS)
-
-
-def _result(name: str, entry: CheckState | None, level: str, with_source: bool) -> CheckResult:
-    needs = CHECKS[name][0]
-    if entry is not None and entry.faults:
-        more = f" (and {entry.faults - 1} more)" if entry.faults > 1 else ""
-        return CheckResult(
-            name=name,
-            status="fail",
-            detail=entry.detail + more,
-            where=tuple(entry.where),
-            count=entry.faults,
+        return tuple(
+            state.result(name, level, with_source=with_source)
+            for name, state in self.states.items()
         )
-    if entry is not None and entry.examined and entry.skipped is None:
-        said = entry.said or f"{entry.unit}: {entry.examined:,}"
-        return CheckResult(name=name, status="pass", detail=said)
-    reason = entry.skipped if entry is not None else None
-    if reason is None and level == "quick":
-        reason = "left out by --quick"
-    if reason is None and needs == "forward" and level != "forward":
-        reason = "needs --level forward"
-    if reason is None and needs == "source" and not with_source:
-        reason = "needs --source"
-    if reason is None and needs != "structure" and level == "structure":
-        reason = "needs --level tensors"
-    return CheckResult(name=name, status="skip", detail=reason or "nothing to examine")

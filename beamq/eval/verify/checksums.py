@@ -1,19 +1,19 @@
 """Checksums alone: is every byte of a folder the one that was written?
 
 In: a `Folder` whose beamq.json lists checksums. Out: findings under `checksums.*`. No value is
-looked at, no engine's rules are played through, no library is asked: this is the check for a copy
-that has crossed a network or lain on a disk for a year, at the speed of reading.
+judged, no engine is simulated and no other library is asked: this is the check for a copy that
+crossed a network or lay on a disk for a year, at the speed of reading.
 
 Work items are runs of neighbouring tensors of a few MiB, read at once, or one larger tensor, read
-in pieces; `readers` deals them out. A shard's checksum is made from its header and from the
-checksums of its tensors as they are now.
+in pieces; `Readers` shares them out. A shard's checksum is made from its header and from the
+checksums of its tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
@@ -28,14 +28,8 @@ from beamq.io.manifest import MANIFEST_NAME, Manifest, file_checksum, new_checks
 from beamq.io.safetensors_header import TensorSpec
 from beamq.ranks import Ranks, stretch
 
-# Who reads a checkpoint for `verify`: the threads of this process, and torchrun's other processes.
-#
-# In: units of work in file order, their bytes, and what to do with one. Out: what was found in
-# each, in that order, on every rank; so a report is the same however many have read for it.
-#
-# A rank takes a stretch of neighbours, since files are read fastest from front to back. What is
-# found must be small enough to be pickled and sent to all ranks. With one process nothing of
-# torch is imported.
+RUN_BYTES = 4 << 20
+NOT_WRITTEN = "its bytes are not those that were written; copy or convert it again"
 
 Unit = TypeVar("Unit")
 Found = TypeVar("Found")
@@ -43,17 +37,23 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Readers:
-    """`progress` is called in the calling thread with bytes done and bytes in all, of this rank."""
+    """The threads of this process and, under torchrun, the other processes share the reading.
+
+    Units of work are given in file order with their bytes. What is found in each is returned in
+    that order on every rank, so a report does not depend on the number of readers. A rank takes
+    neighbouring units, because files are read fastest from front to back. What is found is pickled
+    and sent to all ranks, so it must be small. One process does not import torch.
+
+    `progress` is called in the calling thread with bytes done and bytes in total, of this rank.
+    """
 
     ranks: Ranks
     threads: int
     progress: Callable[[int, int], None] | None
 
     def agree(self, readable: bool, places: Iterable[tuple[str, int, int]]) -> None:
-        """Go on only if all ranks are about to read the same (file, offset, bytes), or nothing.
-
-        Raises `EnvironmentFault` on all of them if not: their folders are not one.
-        """
+        """Raise `EnvironmentFault` on all ranks unless all are about to read the same places
+        (file, offset, bytes), or nothing."""
         if self.ranks.world == 1:
             return
         digest = hashlib.sha256(str(readable).encode())
@@ -67,8 +67,8 @@ class Readers:
     def read(
         self, units: Sequence[Unit], sizes: Sequence[int], work: Callable[[Unit], Found]
     ) -> list[Found]:
-        """What `work` returns for each unit. Raises what it raises on any rank, when all have
-        stopped reading."""
+        """What `work` returns for each unit. What it raises on one rank is raised on all, once all
+        have stopped reading."""
         mine = stretch(sizes, self.ranks)
         with self.ranks.agreeing():
             found = self._read(units[mine.start : mine.stop], sizes[mine.start : mine.stop], work)
@@ -77,7 +77,7 @@ class Readers:
     def _read(
         self, units: Sequence[Unit], sizes: Sequence[int], work: Callable[[Unit], Found]
     ) -> list[Found]:
-        """In threads, at most a few units in flight for each."""
+        """This rank's units, in threads; a few units per thread are queued at a time."""
         done, total = 0, sum(sizes)
         found: dict[int, Found] = {}
         left = iter(range(len(units)))
@@ -100,13 +100,11 @@ class Readers:
                 pool.shutdown(cancel_futures=True)
 
 
-RUN_BYTES = 4 << 20
-NOT_WRITTEN = "its bytes are not those that were written"
-
-
 def usable_manifest(folder: Folder, ledger: Ledger) -> Manifest | None:
-    """The manifest if its checksums can be compared; those of the other files are, here and now."""
+    """The manifest, if checksums can be compared with it. Those of files that are not shards are
+    compared here."""
     manifest = folder.manifest
+    reason = "no usable beamq.json; see manifest.present"
     if manifest is not None and manifest.shards:
         try:
             new_checksum(manifest.algorithm)
@@ -115,45 +113,89 @@ def usable_manifest(folder: Folder, ledger: Ledger) -> Manifest | None:
         else:
             check_files(folder.root, manifest, ledger)
             return manifest
-    else:
-        reason = "no usable beamq.json; see manifest.present"
-    for name in ("checksums.tensors", "checksums.shards", "checksums.files"):
-        ledger.skip(name, reason)
+    ledger.skip(reason, "checksums.tensors", "checksums.shards", "checksums.files")
     return None
 
 
 def check_files(root: Path, manifest: Manifest, ledger: Ledger) -> None:
-    """Every file but the shards, against beamq.json, and beamq.json against itself."""
-    listed, name = manifest.files, "checksums.files"
+    """Every file but the shards against beamq.json, and beamq.json against its own seal."""
+    listed, check = manifest.files, "checksums.files"
     if listed is None:
-        ledger.skip(name, "beamq.json lists no files: of an earlier version")
+        ledger.skip("beamq.json is of an earlier version, which lists no files", check)
         return
     if not manifest.sealed:
-        ledger.fault(name, MANIFEST_NAME, NOT_WRITTEN)
-    ledger.examined(name, len(listed) + 1, "files")
+        ledger.fault(check, MANIFEST_NAME, NOT_WRITTEN)
+    ledger.examined(check, len(listed) + 1)
     for file, digest in listed.items():
         inside = PurePosixPath(file)
         if inside.is_absolute() or ".." in inside.parts or "\0" in file:
-            ledger.fault(name, MANIFEST_NAME, f"names {file[:80]!r}, outside the folder")
+            ledger.fault(check, MANIFEST_NAME, f"names {file[:80]!r}, outside the folder")
             continue
         try:
-            found = file_checksum(root / file, manifest.algorithm)
+            if file_checksum(root / file, manifest.algorithm) != digest:
+                ledger.fault(check, file, NOT_WRITTEN)
         except BeamqError as fault:
-            ledger.fault(name, file, str(fault).removeprefix(f"{root / file}: "))
+            ledger.fault(check, file, str(fault).removeprefix(f"{root / file}: "))
+
+
+def check_shards(
+    folder: Folder, manifest: Manifest, ledger: Ledger, found: Mapping[str, str] | None = None
+) -> None:
+    """Each shard's checksum, made from its header and the checksums of its tensors.
+
+    The tensors' are those `found`, else those listed: then the check covers names, shapes and
+    offsets only. A shard that is not listed is a finding of `manifest.present`.
+    """
+    listed = manifest.shards or {}
+    for shard, specs in folder.shards.items():
+        if shard not in listed:
             continue
-        if found != digest:
-            ledger.fault(name, file, NOT_WRITTEN)
+        ledger.examined("checksums.shards")
+        sums = listed[shard].tensors if found is None else found
+        with (folder.root / shard).open("rb") as stream:
+            lead = stream.read(8)  # the header's length
+            header = lead + stream.read(int.from_bytes(lead, "little"))
+        digests = [sums.get(spec.name, "") for spec in specs]
+        if shard_digest(header, digests, manifest.algorithm) != listed[shard].digest:
+            reason = "its header or its tensors are not those that were written"
+            ledger.fault("checksums.shards", shard, reason)
 
 
-def read_head(path: Path) -> bytes:
-    """A shard's length field and header."""
-    with path.open("rb") as stream:
-        lead = stream.read(8)
-        return lead + stream.read(int.from_bytes(lead, "little"))
+def check_sums(
+    checkpoint: Checkpoint, folder: Folder, manifest: Manifest, ledger: Ledger, readers: Readers
+) -> int:
+    """Tensors, then shards. Returns the bytes read, by all ranks together."""
+    runs = list(_runs(folder))
+    sizes = [sum(spec.nbytes for spec in run) for run in runs]
+    found: dict[str, str] = {}
+    for sums in readers.read(runs, sizes, SumReader(checkpoint, manifest.algorithm).sums):
+        found.update(sums)
+    listed = manifest.shards or {}
+    for shard, specs in folder.shards.items():
+        if shard in listed:
+            ledger.examined("checksums.tensors", len(specs))
+            for spec in specs:
+                if found[spec.name] != listed[shard].tensors.get(spec.name):
+                    ledger.fault("checksums.tensors", spec.name, f"{NOT_WRITTEN} ({shard})")
+    check_shards(folder, manifest, ledger, found)
+    return sum(sizes)
+
+
+def _runs(folder: Folder) -> Iterator[list[TensorSpec]]:
+    """Neighbouring tensors of a file, together at most `RUN_BYTES`, or one larger alone."""
+    for specs in folder.shards.values():
+        run: list[TensorSpec] = []
+        for spec in specs:
+            if run and spec.offset + spec.nbytes - run[0].offset > RUN_BYTES:
+                yield run
+                run = []
+            run.append(spec)
+        if run:
+            yield run
 
 
 class SumReader:
-    """One pass of `check_sums`; buffers are per thread."""
+    """Makes the checksums of one pass; buffers are per thread."""
 
     def __init__(self, checkpoint: Checkpoint, algorithm: str) -> None:
         self._checkpoint = checkpoint
@@ -163,10 +205,9 @@ class SumReader:
     def sums(self, run: Sequence[TensorSpec]) -> dict[str, str]:
         """Checksums of neighbouring tensors. Raises `CheckpointError`, `DiskError`."""
         first, last = run[0], run[-1]
-        if len(run) == 1 and first.nbytes > RUN_BYTES:
+        if first.nbytes > RUN_BYTES:
             return {first.name: self._large(first)}
-        nbytes = last.offset + last.nbytes - first.offset
-        view = self._buffer()[:nbytes]
+        view = self._buffer()[: last.offset + last.nbytes - first.offset]
         self._checkpoint.source.read(first.file, first.offset, view, first.name)
         found = {}
         for spec in run:
@@ -189,51 +230,3 @@ class SumReader:
         if "run" not in buffers:
             buffers["run"] = bytearray(RUN_BYTES)
         return memoryview(buffers["run"])
-
-
-def check_sums(
-    checkpoint: Checkpoint,
-    folder: Folder,
-    manifest: Manifest,
-    ledger: Ledger,
-    readers: Readers,
-) -> int:
-    """Tensors, then shards. Returns the bytes read, by all ranks together."""
-    runs = list(_runs(folder))
-    sizes = [sum(spec.nbytes for spec in run) for run in runs]
-    found: dict[str, str] = {}
-    for sums in readers.read(runs, sizes, SumReader(checkpoint, manifest.algorithm).sums):
-        found.update(sums)
-    listed = manifest.shards or {}
-    for shard, specs in folder.shards.items():
-        if shard not in listed:
-            continue  # a finding of manifest.present
-        tensors = listed[shard].tensors
-        ledger.examined("checksums.tensors", len(specs), "tensors")
-        for spec in specs:
-            if found[spec.name] != tensors.get(spec.name):
-                ledger.fault("checksums.tensors", spec.name, f"{NOT_WRITTEN} ({shard})")
-        ledger.examined("checksums.shards", 1, "shards")
-        head = read_head(folder.root / shard)
-        if (
-            shard_digest(head, (found[spec.name] for spec in specs), manifest.algorithm)
-            != listed[shard].digest
-        ):
-            ledger.fault("checksums.shards", shard, NOT_WRITTEN)
-    return sum(sizes)
-
-
-def _runs(folder: Folder) -> Iterator[list[TensorSpec]]:
-    """Neighbouring tensors of a file, together at most `RUN_BYTES`, or one larger alone."""
-    for specs in folder.shards.values():
-        run: list[TensorSpec] = []
-        begin = 0
-        for spec in specs:
-            if run and spec.offset + spec.nbytes - begin > RUN_BYTES:
-                yield run
-                run = []
-            if not run:
-                begin = spec.offset
-            run.append(spec)
-        if run:
-            yield run

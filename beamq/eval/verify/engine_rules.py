@@ -1,16 +1,17 @@
 """How each engine matches a module's name against an ignore list or a list of targets.
 
-In: the name an engine asks about (a *prefix*, already fused: `…self_attn.qkv_proj`) and the
-entries of a checkpoint's config. Out: yes, no, or `EngineRefusal`, the exception that engine
-raises at that point. Nothing here reads files or knows Beam's layers; `engines.py` does.
+In: the name under which an engine asks about a module (its prefix, with fused linears under one
+name: `model.layers.0.self_attn.qkv_proj`), and the entries of a checkpoint's config. Out: yes, no,
+or `EngineRefusal`, which stands for the exception that the engine raises there. No file is read
+here, and nothing is known of Beam's layers; engine_views.py knows them.
 
-The one idea: three readers share one list and read it by three rules. An entry is a substring
-and a shell glob in vLLM's ModelOpt code, a dotted path or a full-match glob in SGLang's, an exact
-name or a regular expression in compressed-tensors code (plus a dotted suffix in SGLang's). A list
-is right only if all of them answer alike, and only their own rules can tell.
+The one idea: three readers share one list and read it by three rules. An entry is a substring and
+a shell glob in vLLM's ModelOpt code. In SGLang's it is a dotted path or a full-match glob. In
+compressed-tensors code it is an exact name or a regular expression, and in SGLang also a dotted
+suffix. A list is right only if all readers come to the same answer.
 
-Checked against vLLM 0.33.0, SGLang 0.5.23 and compressed-tensors 0.20.1. Their `regex` module is
-stood in for by `re`; the two differ only in syntax that no ignore list uses.
+Checked against vLLM 0.33.0, SGLang 0.5.23 and compressed-tensors 0.20.1. They use the `regex`
+package; `re`, used here, differs from it only in syntax that ignore lists do not use.
 """
 
 from __future__ import annotations
@@ -19,11 +20,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 Fused = Mapping[str, tuple[str, ...]]
+"""Last component of a fused module's name -> those of the linears that it fuses."""
+
+VLLM = "vllm"
+VLLM_WIDE = "vllm-wide"  # more tensor-parallel ranks than KV heads: the gate is not fused then
+SGLANG = "sglang"
+TRANSFORMERS = "transformers"
 
 _RENAMED = (".self_attn.gate_proj", ".self_attn.output_gate_proj")
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8_WEIGHTS = {**_EIGHT_BITS, "strategy": "channel", "dynamic": False}
+FP8_ACTIVATIONS = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
 
 
 class EngineRefusal(Exception):
@@ -43,15 +53,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise EngineRefusal("re.error", f"pattern {pattern!r} does not compile: {error}") from error
 
 
-def shard_names(prefix: str, fused: Fused) -> list[str]:
-    """The unfused names that stand behind a fused prefix; empty if it is not fused."""
+def _unfused(prefix: str, fused: Fused) -> list[str]:
+    """The names of the linears that a module fuses; empty if it is not fused."""
     last = prefix.rsplit(".", 1)[-1]
-    return [prefix.replace(last, shard) for shard in fused.get(last, ())]
+    return [prefix.replace(last, linear) for linear in fused.get(last, ())]
 
 
 def _all_or_none(prefix: str, fused: Fused, matches: Callable[[str], bool]) -> bool:
-    """One answer for all shards of a fused module; engines refuse to build it half quantized."""
-    answers = {name: matches(name) for name in shard_names(prefix, fused)}
+    """One answer for a module, fused or not; engines refuse to build it half quantized."""
+    answers = {name: matches(name) for name in _unfused(prefix, fused) or [prefix]}
     if len(set(answers.values())) > 1:
         listed = ", ".join(n.rsplit(".", 1)[-1] for n, hit in answers.items() if hit)
         left = ", ".join(n.rsplit(".", 1)[-1] for n, hit in answers.items() if not hit)
@@ -64,65 +74,51 @@ def _all_or_none(prefix: str, fused: Fused, matches: Callable[[str], bool]) -> b
 # --- ModelOpt lists -------------------------------------------------------------------------
 
 
-def vllm_renamed(entries: Iterable[str]) -> list[str]:
-    """vLLM rewrites a ModelOpt list: `x*` becomes `x` and `x.*`, the attention gate is renamed."""
-    split: list[str] = []
-    for entry in entries:
-        if len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
-            split += [entry[:-1], entry[:-1] + ".*"]
-        else:
-            split.append(entry)
-    return [entry.replace(*_RENAMED, 1) for entry in split]
-
-
 class VllmModelOpt:
-    """vLLM's `is_layer_excluded`: exact or fused name, then substring, then shell glob."""
+    """vLLM's `is_layer_excluded`: exact or fused name, then substring, then shell glob.
+
+    vLLM first rewrites the list: `x*` becomes `x` and `x.*`, and the attention gate is renamed.
+    """
 
     def __init__(self, entries: Iterable[str], fused: Fused) -> None:
-        self.entries = vllm_renamed(entries)
-        self._exact = frozenset(self.entries)
-        self._globs = [e for e in self.entries if any(c in e for c in "*?[")]
-        self._experts = [e for e in self.entries if "experts" in e]
+        split: list[str] = []
+        for entry in entries:
+            if len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
+                split += [entry[:-1], entry[:-1] + ".*"]
+            else:
+                split.append(entry)
+        self._entries = [entry.replace(*_RENAMED, 1) for entry in split]
+        self._exact = frozenset(self._entries)
+        self._globs = [e for e in self._entries if any(c in e for c in "*?[")]
+        self._experts = [e for e in self._entries if "experts" in e]
         self._fused = fused
 
     def excludes(self, prefix: str) -> bool:
-        if not self.entries:
-            return False
         return (
             self._listed(prefix)
-            or any(entry in prefix for entry in self.entries if entry != prefix)
+            or any(entry in prefix for entry in self._entries if entry != prefix)
             or any(fnmatchcase(prefix, glob) for glob in self._globs)
         )
 
     def _listed(self, prefix: str) -> bool:
-        if prefix.rsplit(".", 1)[-1] in self._fused:
-            return prefix in self._exact or _all_or_none(
-                prefix, self._fused, self._exact.__contains__
-            )
         if "experts" in prefix:
             return any(prefix in entry for entry in self._experts)
-        return prefix in self._exact
+        return prefix in self._exact or _all_or_none(prefix, self._fused, self._exact.__contains__)
 
 
 class SglangModelOpt:
     """SGLang's two rules: dotted paths for linears, full-match globs for everything."""
 
     def __init__(self, entries: Iterable[str], fused: Fused) -> None:
-        self.entries = list(entries)
-        self._paths = frozenset(entry.rstrip(".") for entry in self.entries)
-        self._plain = frozenset(e for e in self.entries if re.fullmatch(r"[\w.]+", e))
-        self._patterns = [e for e in self.entries if e not in self._plain]
+        entries = list(entries)
+        self._paths = frozenset(entry.rstrip(".") for entry in entries)
+        self._plain = frozenset(e for e in entries if re.fullmatch(r"[\w.]+", e))
+        self._patterns = [e for e in entries if e not in self._plain]
         self._fused = fused
 
     def excludes(self, prefix: str, *, linear: bool) -> bool:
-        if not self.entries:
-            return False
-        return (linear and self._skipped(prefix)) or self._globbed(prefix)
-
-    def _skipped(self, prefix: str) -> bool:
-        if prefix.rsplit(".", 1)[-1] in self._fused:
-            return _all_or_none(prefix, self._fused, self._on_path)
-        return self._on_path(prefix)
+        on_path = linear and _all_or_none(prefix, self._fused, self._on_path)
+        return on_path or self._globbed(prefix)
 
     def _on_path(self, name: str) -> bool:
         parts = name.split(".")
@@ -154,89 +150,60 @@ def equal_or_regex(name: str, entry: str) -> bool:
     return entry == name
 
 
-def equal_regex_or_suffix(name: str, entry: str) -> bool:
-    """SGLang's ignore rule: as above, and a plain entry may also be a dotted suffix."""
-    return equal_or_regex(name, entry) or (
-        not entry.startswith("re:") and name.endswith("." + entry)
-    )
-
-
 def vllm_ct_renamed(entries: Iterable[str]) -> list[str]:
     """vLLM renames the attention gate in plain dotted entries only; a regex stays as written."""
     return [e.replace(*_RENAMED, 1) if "." in e and not e.startswith("re:") else e for e in entries]
 
 
 def vllm_ct_ignores(prefix: str, entries: Sequence[str], fused: Fused) -> bool:
-    """The fused name itself, or else all of its shards; some of them is a `ValueError`."""
-    if any(equal_or_regex(prefix, entry) for entry in entries):
-        return True
-    if prefix.rsplit(".", 1)[-1] not in fused:
-        return False
-    return _all_or_none(prefix, fused, lambda name: any(equal_or_regex(name, e) for e in entries))
+    """The fused name itself, or else all of its linears; some of them is a `ValueError`."""
+
+    def matches(name: str) -> bool:
+        return any(equal_or_regex(name, entry) for entry in entries)
+
+    return matches(prefix) or _all_or_none(prefix, fused, matches)
 
 
 def sglang_ct_ignores(prefix: str, entries: Sequence[str], fused: Fused) -> bool:
-    """All shards, unless the fused name is listed literally (a regex on it does not count)."""
+    """All linears, unless the fused name is listed literally (a regex on it does not count).
+
+    A plain entry may also be a dotted suffix.
+    """
 
     def matches(name: str) -> bool:
-        return any(equal_regex_or_suffix(name, entry) for entry in entries)
+        return any(
+            equal_or_regex(name, e) or (not e.startswith("re:") and name.endswith("." + e))
+            for e in entries
+        )
 
-    if prefix.rsplit(".", 1)[-1] in fused and prefix not in entries:
-        return _all_or_none(prefix, fused, matches)
-    return matches(prefix)
-
-
-def _first_fused_target(prefix: str, targets: Sequence[str], fused: Fused) -> bool:
-    """Whether every shard of a fused prefix is some target."""
-    key = next((key for key in fused if prefix.endswith(key)), None)
-    if key is None:
-        return False
-    names = [prefix.replace(key, shard) for shard in fused[key]]
-    return all(any(equal_or_regex(name, target) for target in targets) for name in names)
+    return prefix in entries or _all_or_none(prefix, fused, matches)
 
 
 def ct_targets(prefix: str, class_name: str, targets: Sequence[str], fused: Fused) -> bool:
-    """Whether a config group claims the module: by name, by class (substring), or by its shards."""
-    if any(equal_or_regex(prefix, target) for target in targets):
-        return True
-    by_class = any(
-        equal_or_regex(class_name, target)
-        if target.startswith("re:")
-        else target.lower() in class_name.lower()
-        for target in targets
+    """Whether a config group claims a module: by name, by class (a substring), or all of the
+    linears that it fuses by theirs."""
+
+    def named(name: str) -> bool:
+        return any(equal_or_regex(name, target) for target in targets)
+
+    def claims_class(target: str) -> bool:
+        if target.startswith("re:"):
+            return equal_or_regex(class_name, target)
+        return target.lower() in class_name.lower()
+
+    linears = _unfused(prefix, fused)
+    return (
+        named(prefix)
+        or any(map(claims_class, targets))
+        or (bool(linears) and all(map(named, linears)))
     )
-    return by_class or _first_fused_target(prefix, targets, fused)
 
 
-# What a checkpoint's config files declare, read with each engine's own precedence and defaults.
-#
-# In: `quantization_config` (config.json) and the content of `hf_quant_config.json`. Out: the
-# scheme, and the ignore list or targets that engine goes by; `EngineRefusal` where it would not
-# accept the files at all.
-#
-# config.json wins wherever it says anything; `hf_quant_config.json` counts only without it. The
-# traps are in the defaults: a group without `input_activations` turns vLLM's NVFP4 into
-# weight-only, and anything but exactly "NVFP4" turns SGLang's Beam away.
-
-VLLM = "vllm"
-VLLM_WIDE = "vllm-wide"  # tensor parallel beyond the KV heads: q, k, v and the gate come apart
-SGLANG = "sglang"
-TRANSFORMERS = "transformers"
-
-FP8_WEIGHTS = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "strategy": "channel",
-    "dynamic": False,
-}
-FP8_ACTIVATIONS = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "strategy": "token",
-    "dynamic": True,
-}
+# --- what the config files declare ----------------------------------------------------------
+# Each engine has its own precedence and defaults. config.json wins wherever it says anything;
+# hf_quant_config.json counts only without it. Two defaults are traps: a group without
+# `input_activations` makes vLLM serve NVFP4 weight-only, and SGLang's Beam refuses any quant_algo
+# but exactly "NVFP4".
 
 
 def modelopt_terms(
@@ -244,7 +211,7 @@ def modelopt_terms(
     quantization_config: Mapping[str, Any] | None,
     hf_quant_config: Mapping[str, Any] | None,
 ) -> tuple[str, list[str]]:
-    """(scheme, ignore list) as `engine` reads them. config.json wins wherever it says anything."""
+    """(scheme, ignore list) as `engine` reads them from the content of both files."""
     nested = (hf_quant_config or {}).get("quantization")
     keys: tuple[str, ...] = ("exclude_modules",)
     if quantization_config:
@@ -269,10 +236,20 @@ def modelopt_terms(
         source = nested
     else:
         raise EngineRefusal("none", "no quantization_config and no hf_quant_config.json")
-    entries: Any = next((source[key] for key in keys if key in source), [])
-    if not isinstance(entries, list) or not all(isinstance(e, str) for e in entries):
-        raise EngineRefusal("ValueError", f"the ignore list is {type(entries).__name__}, not names")
+    entries = names(next((source[key] for key in keys if key in source), []))
     return _modelopt_scheme(engine, source), entries
+
+
+def names(entries: Any) -> list[str]:
+    """The entries of an ignore list. Raises `EngineRefusal` if they are not names."""
+    if not is_names(entries):
+        raise EngineRefusal("ValueError", f"the ignore list is {type(entries).__name__}, not names")
+    return list(entries)
+
+
+def is_names(value: Any) -> TypeGuard[list[str]]:
+    """Whether a value from a config is a list of names."""
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _modelopt_scheme(engine: str, source: Mapping[str, Any]) -> str:
@@ -286,15 +263,13 @@ def _modelopt_scheme(engine: str, source: Mapping[str, Any]) -> str:
     if str(algo).upper() != "NVFP4":
         raise EngineRefusal("unknown", f"quant_algo {algo!r} is not simulated")
     groups = source.get("config_groups")
-    if (
-        isinstance(groups, Mapping)
-        and groups
-        and all(
-            isinstance(g, Mapping) and g.get("input_activations") is None for g in groups.values()
-        )
-    ):
-        return "nvfp4-weight-only"
-    return "nvfp4"
+    if not isinstance(groups, Mapping) or not groups:
+        return "nvfp4"
+    weight_only = all(
+        isinstance(group, Mapping) and group.get("input_activations") is None
+        for group in groups.values()
+    )
+    return "nvfp4-weight-only" if weight_only else "nvfp4"
 
 
 def ct_targets_of(engine: str, quantization_config: Mapping[str, Any]) -> list[str]:
@@ -326,8 +301,7 @@ def _ct_fault(quantization_config: Mapping[str, Any]) -> str | None:
 
 
 def _ct_group_fault(group: Any) -> str | None:
-    targets = group.get("targets") if isinstance(group, Mapping) else None
-    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+    if not isinstance(group, Mapping) or not is_names(group.get("targets")):
         return "targets is not a list of names"
     if group.get("format") not in (None, "float-quantized"):
         return f"format is {group['format']!r}"
@@ -336,7 +310,7 @@ def _ct_group_fault(group: Any) -> str | None:
         if not isinstance(given, Mapping):
             return f"{part} is missing"
         for key, value in wanted.items():
-            # compressed-tensors' own defaults stand in for absent keys: symmetric, not dynamic.
+            # The defaults of compressed-tensors for absent keys: symmetric, not dynamic.
             got = given.get(key, {"symmetric": True, "dynamic": False}.get(key))
             if got != value:
                 return f"{part}.{key} is {got!r}, expected {value!r}"

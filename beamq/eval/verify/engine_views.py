@@ -1,12 +1,13 @@
 """Which modules each engine would build quantized, given only a checkpoint's config files.
 
 In: `quantization_config` (config.json), the content of `hf_quant_config.json`, and the model's
-shape. Out: one `EngineView` per engine: for every module it asks about, quantized or not, or the
-exception it would raise. `mismatches` then holds a view against what is really stored.
+shape. Out: one `EngineView` for each engine: the answer for every module that it builds, or the
+exception that it would raise. `mismatches` then compares a view with what is really stored.
 
-The one idea: a checkpoint is loadable only if *has scales <=> the engine builds it quantized*,
-for each engine separately, so we ask in each engine's words: vLLM fuses q, k, v and the output
-gate (with more ranks than KV heads only q, k, v), SGLang fuses q, k, v, transformers nothing.
+The one idea: a checkpoint loads only if a module has scales exactly where the engine builds it
+quantized. That is asked for each engine under its own module names: vLLM fuses q, k, v and the
+output gate (with more ranks than KV heads only q, k and v), SGLang fuses q, k and v, transformers
+fuses nothing.
 
 Simulated: ModelOpt NVFP4 and compressed-tensors per-channel FP8 as vLLM 0.33.0, SGLang 0.5.23
 and transformers 5.24 (FP8 only) read them. Other methods are refused by name, not guessed at.
@@ -33,120 +34,91 @@ from beamq.eval.verify.engine_rules import (
     ct_targets_of,
     equal_or_regex,
     modelopt_terms,
+    names,
     sglang_ct_ignores,
     vllm_ct_ignores,
     vllm_ct_renamed,
 )
 
-# The modules each engine builds from a Beam config, named as that engine names them.
-#
-# In: an engine's name and a `BeamConfig`. Out: `Site` records in layer order. vLLM fuses q, k, v
-# and the output gate (q, k, v only, once there are more ranks than KV heads), SGLang fuses q, k,
-# v, transformers fuses nothing. Class names are kept because compressed-tensors targets name
-# classes. Routers and norms are absent: no engine gives them a quantization method.
-
-EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One module an engine builds: the prefix it asks about and the stored modules behind it.
+    """One module that an engine builds: the prefix it asks about, and what it loads into it.
 
-    `shards` are module names in the checkpoint; of an expert layer, those of every expert.
+    `stored` are module names in the checkpoint; for an expert layer, those of all its experts.
+    compressed-tensors targets may name a module by its class, so `class_name` is the engine's.
     """
 
     prefix: str
     class_name: str
-    shards: tuple[str, ...]
+    stored: tuple[str, ...]
     kind: str = "linear"  # linear | experts | head | embedding
 
 
+# The modules of a layer by engine: name and class there, and the stored modules that they take.
+# Routers and norms are absent: no engine gives them a quantization method.
+_Modules = tuple[tuple[str, str, tuple[str, ...]], ...]
+_QKV = ("q_proj", "k_proj", "v_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_FUSED_QKV = ("qkv_proj", "QKVParallelLinear", _QKV)
+_OUT = ("o_proj", "RowParallelLinear", ("o_proj",))
+_FUSED_MLP: _Modules = (
+    ("gate_up_proj", "MergedColumnParallelLinear", ("gate_proj", "up_proj")),
+    ("down_proj", "RowParallelLinear", ("down_proj",)),
+)
+_ATTENTION: dict[str, _Modules] = {
+    VLLM: (("qkv_gate_proj", "MergedColumnParallelLinear", (*_QKV, "gate_proj")), _OUT),
+    VLLM_WIDE: (
+        _FUSED_QKV,
+        ("output_gate_proj", "ColumnParallelLinear", ("gate_proj",)),
+        _OUT,
+    ),
+    SGLANG: (_FUSED_QKV, ("gate_proj", "ColumnParallelLinear", ("gate_proj",)), _OUT),
+    TRANSFORMERS: tuple((name, "Linear", (name,)) for name in (*_QKV, "gate_proj", "o_proj")),
+}
+_DENSE: dict[str, _Modules] = {
+    VLLM: _FUSED_MLP,
+    VLLM_WIDE: _FUSED_MLP,
+    SGLANG: _FUSED_MLP,
+    TRANSFORMERS: tuple((name, "Linear", (name,)) for name in _MLP),
+}
+# transformers keeps experts as plain parameters, which it decodes in whatever form they are stored.
+_EXPERTS = {VLLM: "RoutedExperts", VLLM_WIDE: "RoutedExperts", SGLANG: "FusedMoE"}
+_FUSED_LINEARS: Fused = {"qkv_proj": _QKV, "gate_up_proj": ("gate_proj", "up_proj")}
+_VLLM_FUSED: Fused = {**_FUSED_LINEARS, "qkv_gate_proj": (*_QKV, "output_gate_proj")}
+
+
 def sites(engine: str, config: BeamConfig) -> Iterator[Site]:
-    """Every module `engine` builds from `config`, in layer order."""
+    """Every module that `engine` builds from `config`, in layer order."""
     if engine in (VLLM, VLLM_WIDE):
+        name = "model.embed_tokens"
         yield Site(
-            prefix="model.embed_tokens",
-            class_name="VocabParallelEmbedding",
-            shards=("model.embed_tokens",),
-            kind="embedding",
+            prefix=name, class_name="VocabParallelEmbedding", stored=(name,), kind="embedding"
         )
     for layer, mlp in enumerate(config.mlp_layer_types):
-        prefix = f"model.layers.{layer}"
-        yield from _attention_sites(engine, f"{prefix}.self_attn")
+        yield from _linears(f"model.layers.{layer}.self_attn", _ATTENTION[engine])
+        prefix = f"model.layers.{layer}.mlp"
         if mlp == "dense":
-            yield from _dense_sites(engine, f"{prefix}.mlp")
-        elif engine != TRANSFORMERS:  # there experts are plain parameters, decoded as stored
-            experts = f"{prefix}.mlp.experts"
-            yield Site(
-                prefix=experts,
-                class_name="FusedMoE" if engine == SGLANG else "RoutedExperts",
-                shards=tuple(
-                    f"{experts}.{e}.{proj}"
-                    for e in range(config.num_experts)
-                    for proj in EXPERT_PROJECTIONS
-                ),
-                kind="experts",
+            yield from _linears(prefix, _DENSE[engine])
+        elif engine in _EXPERTS:
+            experts = f"{prefix}.experts"
+            stored = tuple(
+                f"{experts}.{expert}.{proj}"
+                for expert in range(config.num_experts)
+                for proj in _MLP
             )
+            yield Site(prefix=experts, class_name=_EXPERTS[engine], stored=stored, kind="experts")
     head = "Linear" if engine == TRANSFORMERS else "ParallelLMHead"
-    yield Site(prefix="lm_head", class_name=head, shards=("lm_head",), kind="head")
+    yield Site(prefix="lm_head", class_name=head, stored=("lm_head",), kind="head")
 
 
-def _attention_sites(engine: str, prefix: str) -> Iterator[Site]:
-    def stored(*names: str) -> tuple[str, ...]:
-        return tuple(f"{prefix}.{name}" for name in names)
-
-    if engine == TRANSFORMERS:
-        for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj"):
-            yield Site(prefix=f"{prefix}.{name}", class_name="Linear", shards=stored(name))
-        return
-    if engine == VLLM:
+def _linears(prefix: str, modules: _Modules) -> Iterator[Site]:
+    for name, class_name, stored in modules:
         yield Site(
-            prefix=f"{prefix}.qkv_gate_proj",
-            class_name="MergedColumnParallelLinear",
-            shards=stored("q_proj", "k_proj", "v_proj", "gate_proj"),
+            prefix=f"{prefix}.{name}",
+            class_name=class_name,
+            stored=tuple(f"{prefix}.{each}" for each in stored),
         )
-    else:
-        yield Site(
-            prefix=f"{prefix}.qkv_proj",
-            class_name="QKVParallelLinear",
-            shards=stored("q_proj", "k_proj", "v_proj"),
-        )
-        gate = "gate_proj" if engine == SGLANG else "output_gate_proj"
-        yield Site(
-            prefix=f"{prefix}.{gate}",
-            class_name="ColumnParallelLinear",
-            shards=stored("gate_proj"),
-        )
-    yield Site(prefix=f"{prefix}.o_proj", class_name="RowParallelLinear", shards=stored("o_proj"))
-
-
-def _dense_sites(engine: str, prefix: str) -> Iterator[Site]:
-    if engine == TRANSFORMERS:
-        for name in EXPERT_PROJECTIONS:
-            full = f"{prefix}.{name}"
-            yield Site(prefix=full, class_name="Linear", shards=(full,))
-        return
-    yield Site(
-        prefix=f"{prefix}.gate_up_proj",
-        class_name="MergedColumnParallelLinear",
-        shards=(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-    )
-    yield Site(
-        prefix=f"{prefix}.down_proj",
-        class_name="RowParallelLinear",
-        shards=(f"{prefix}.down_proj",),
-    )
-
-
-_VLLM_FUSED: Fused = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "qkv_gate_proj": ("q_proj", "k_proj", "v_proj", "output_gate_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-_SGLANG_FUSED: Fused = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +132,10 @@ class EngineFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
-    """What one engine makes of the config. `scheme` is None where it refuses the whole config."""
+    """What one engine makes of the config: whether it builds the module of each prefix quantized.
+
+    `scheme` is None where it refuses the whole config.
+    """
 
     engine: str
     scheme: str | None
@@ -168,25 +143,47 @@ class EngineView:
     faults: tuple[EngineFault, ...] = ()
     sites: tuple[Site, ...] = ()
 
-    def modules(self) -> dict[str, bool]:
-        """The same answer by the checkpoint's own module names."""
-        return {
-            shard: self.quantized[site.prefix]
-            for site in self.sites
-            if site.prefix in self.quantized
-            for shard in site.shards
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A site whose stored form is not the one the engine would build."""
+    """A site whose stored form is not the one that the engine would build."""
 
-    engine: str
     prefix: str
     built: bool
-    stored: str  # "quantized", "high precision" or "mixed"
+    stored: str  # "quantized", "unquantized" or "mixed"
     effect: str
+
+
+_EFFECTS = {
+    VLLM: "ValueError: no parameter for the scale tensors",
+    VLLM_WIDE: "ValueError: no parameter for the scale tensors",
+    SGLANG: "KeyError on the scale tensors",
+    TRANSFORMERS: "codes loaded as weights, scales reported as unexpected",
+}
+
+
+def mismatches(view: EngineView, stored: Mapping[str, bool]) -> list[Mismatch]:
+    """Every site whose modules are not stored the way `view` builds it.
+
+    `stored` says of the checkpoint's modules which have scales; those it lacks are found missing
+    elsewhere.
+    """
+    found: list[Mismatch] = []
+    for site in view.sites:
+        built = view.quantized.get(site.prefix)
+        kinds = {stored[module] for module in site.stored if module in stored}
+        if built is None or not kinds or kinds == {built}:
+            continue
+        effect = _EFFECTS[view.engine]
+        if built:
+            effect = "shape or dtype error while loading, or weights without scales"
+        word = "mixed" if len(kinds) > 1 else ("quantized" if True in kinds else "unquantized")
+        found.append(Mismatch(prefix=site.prefix, built=built, stored=word, effect=effect))
+    return found
+
+
+_Decision = Callable[[Site], bool]
+"""Whether a site is built quantized; raises `EngineRefusal` where the engine would."""
 
 
 def simulate(
@@ -195,63 +192,31 @@ def simulate(
     config: BeamConfig,
 ) -> tuple[EngineView, ...]:
     """One view per engine that can read the format at all, in a fixed order."""
-    method = str((quantization_config or {}).get("quant_method", "")).lower()
-    if method == "compressed-tensors" and quantization_config is not None:
-        engines = (VLLM, VLLM_WIDE, SGLANG, TRANSFORMERS)
-        return tuple(_compressed_tensors(e, quantization_config, config) for e in engines)
-    return tuple(
-        _modelopt(engine, quantization_config, hf_quant_config, config)
-        for engine in (VLLM, VLLM_WIDE, SGLANG)
-    )
+    block = quantization_config or {}
+    compressed = str(block.get("quant_method", "")).lower() == "compressed-tensors"
+    views = []
+    for engine in (VLLM, VLLM_WIDE, SGLANG, *([TRANSFORMERS] if compressed else [])):
+        try:
+            if compressed:
+                scheme, decide = "fp8", _compressed_tensors(engine, block)
+            else:
+                scheme, decide = _modelopt(engine, quantization_config, hf_quant_config)
+        except EngineRefusal as refusal:
+            fault = EngineFault(where="config", kind=refusal.kind, reason=refusal.reason)
+            views.append(EngineView(engine=engine, scheme=None, faults=(fault,)))
+        else:
+            views.append(_view(engine, scheme, config, decide))
+    return tuple(views)
 
 
-def mismatches(view: EngineView, stored: Mapping[str, bool]) -> list[Mismatch]:
-    """Every site whose shards are not stored the way `view` builds it.
-
-    `stored` maps checkpoint modules to "has scales"; modules it lacks are someone else's finding.
-    """
-    found: list[Mismatch] = []
-    for site in view.sites:
-        built = view.quantized.get(site.prefix)
-        kinds = {stored[shard] for shard in site.shards if shard in stored}
-        if built is None or not kinds or kinds == {built}:
-            continue
-        word = "mixed" if len(kinds) > 1 else ("quantized" if True in kinds else "high precision")
-        found.append(
-            Mismatch(
-                engine=view.engine,
-                prefix=site.prefix,
-                built=built,
-                stored=word,
-                effect=_effect(view.engine, built=built),
-            )
-        )
-    return found
-
-
-def _effect(engine: str, *, built: bool) -> str:
-    if built:
-        return "shape or dtype error while loading, or weights without scales"
-    if engine == SGLANG:
-        return "KeyError on the scale tensors"
-    if engine == TRANSFORMERS:
-        return "codes loaded as weights, scales reported as unexpected"
-    return "ValueError: no parameter for the scale tensors"
-
-
-def _view(
-    engine: str, scheme: str, config: BeamConfig, decide: Callable[[Site], bool]
-) -> EngineView:
-    """Ask `decide` about every site, collecting what it raises."""
+def _view(engine: str, scheme: str, config: BeamConfig, decide: _Decision) -> EngineView:
+    """Ask `decide` about every site, and collect what it raises."""
     all_sites = tuple(sites(engine, config))
     quantized: dict[str, bool] = {}
     faults: list[EngineFault] = []
     if config.tie_word_embeddings and engine in (VLLM, VLLM_WIDE):
-        faults.append(
-            EngineFault(
-                where="config", kind="NotImplementedError", reason="tied embeddings are refused"
-            )
-        )
+        reason = "tied embeddings are refused"
+        faults.append(EngineFault(where="config", kind="NotImplementedError", reason=reason))
     for site in all_sites:
         try:
             quantized[site.prefix] = decide(site)
@@ -262,65 +227,36 @@ def _view(
     )
 
 
-def _refused(engine: str, kind: str, reason: str) -> EngineView:
-    fault = EngineFault(where="config", kind=kind, reason=reason)
-    return EngineView(engine=engine, scheme=None, faults=(fault,))
-
-
-# --- ModelOpt NVFP4 -------------------------------------------------------------------------
-
-
 def _modelopt(
     engine: str,
     quantization_config: Mapping[str, Any] | None,
     hf_quant_config: Mapping[str, Any] | None,
-    config: BeamConfig,
-) -> EngineView:
-    try:
-        scheme, entries = modelopt_terms(engine, quantization_config, hf_quant_config)
-    except EngineRefusal as refusal:
-        return _refused(engine, refusal.kind, refusal.reason)
+) -> tuple[str, _Decision]:
+    scheme, entries = modelopt_terms(engine, quantization_config, hf_quant_config)
     if engine == SGLANG:
-        sglang = SglangModelOpt(entries, _SGLANG_FUSED)
-        return _view(
-            engine,
-            scheme,
-            config,
-            lambda site: not sglang.excludes(site.prefix, linear=site.kind != "experts"),
-        )
+        sglang = SglangModelOpt(entries, _FUSED_LINEARS)
+        return scheme, lambda site: not sglang.excludes(site.prefix, linear=site.kind != "experts")
     vllm = VllmModelOpt(entries, _VLLM_FUSED)
-    return _view(
-        engine,
-        scheme,
-        config,
-        # Their ModelOpt classes have no embedding method: embeddings stay as stored.
-        lambda site: site.kind != "embedding" and not vllm.excludes(site.prefix),
-    )
+    # vLLM's ModelOpt classes have no embedding method: embeddings stay as stored.
+    return scheme, lambda site: site.kind != "embedding" and not vllm.excludes(site.prefix)
 
 
-# --- compressed-tensors FP8 -----------------------------------------------------------------
-
-
-def _compressed_tensors(
-    engine: str, quantization_config: Mapping[str, Any], config: BeamConfig
-) -> EngineView:
-    try:
-        targets = ct_targets_of(engine, quantization_config)
-    except EngineRefusal as refusal:
-        return _refused(engine, refusal.kind, refusal.reason)
-    entries = quantization_config.get("ignore") or []
-    if not isinstance(entries, list) or not all(isinstance(e, str) for e in entries):
-        return _refused(engine, "ValueError", "ignore is not a list of names")
+def _compressed_tensors(engine: str, block: Mapping[str, Any]) -> _Decision:
+    targets = ct_targets_of(engine, block)
+    entries = names(block.get("ignore") or [])
     if engine == SGLANG:
-        decide = _sglang_ct(targets, entries)
-    elif engine == TRANSFORMERS:
-        decide = _transformers_ct(targets, entries)
-    else:
-        decide = _vllm_ct(vllm_ct_renamed(targets), vllm_ct_renamed(entries))
-    return _view(engine, "fp8", config, decide)
+        return _sglang_ct(targets, entries)
+    if engine == TRANSFORMERS:
+        return lambda site: _names_site(site, targets) and not _names_site(site, entries)
+    return _vllm_ct(vllm_ct_renamed(targets), vllm_ct_renamed(entries))
 
 
-def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> Callable[[Site], bool]:
+def _names_site(site: Site, entries: Sequence[str]) -> bool:
+    """transformers' rule: an entry names a module exactly, by pattern, or by class."""
+    return any(equal_or_regex(site.prefix, e) or e == site.class_name for e in entries)
+
+
+def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
     widened = [*targets, "RoutedExperts"] if "Linear" in targets else list(targets)
 
     def one(prefix: str, class_name: str, wanted: Sequence[str]) -> bool:
@@ -339,13 +275,13 @@ def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> Callable[[Site],
     return decide
 
 
-def _sglang_ct(targets: Sequence[str], entries: Sequence[str]) -> Callable[[Site], bool]:
+def _sglang_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
     widened = [*targets, "FusedMoE"] if "Linear" in targets else list(targets)
 
     def one(prefix: str, class_name: str, wanted: Sequence[str]) -> bool:
-        if sglang_ct_ignores(prefix, entries, _SGLANG_FUSED):
+        if sglang_ct_ignores(prefix, entries, _FUSED_LINEARS):
             return False
-        if not ct_targets(prefix, class_name, wanted, _SGLANG_FUSED):
+        if not ct_targets(prefix, class_name, wanted, _FUSED_LINEARS):
             raise EngineRefusal("ValueError", f"no target matches {prefix}")
         return True
 
@@ -356,22 +292,15 @@ def _sglang_ct(targets: Sequence[str], entries: Sequence[str]) -> Callable[[Site
             named = any(
                 equal_or_regex(site.prefix, t) or site.prefix.endswith("." + t) for t in targets
             )
-            return named and not sglang_ct_ignores(site.prefix, entries, _SGLANG_FUSED)
+            return named and not sglang_ct_ignores(site.prefix, entries, _FUSED_LINEARS)
         return one(site.prefix, site.class_name, targets)
 
     return decide
 
 
-def _transformers_ct(targets: Sequence[str], entries: Sequence[str]) -> Callable[[Site], bool]:
-    def listed(site: Site, names: Sequence[str]) -> bool:
-        return any(equal_or_regex(site.prefix, n) or n == site.class_name for n in names)
-
-    return lambda site: listed(site, targets) and not listed(site, entries)
-
-
 def _same_for_expert_0(site: Site, ask: Callable[[str], bool]) -> bool:
     """Both engines ask for expert 0's three projections and want one answer for the layer."""
-    answers = {name: ask(f"{site.prefix}.0.{name}") for name in EXPERT_PROJECTIONS}
+    answers = {name: ask(f"{site.prefix}.0.{name}") for name in _MLP}
     if len(set(answers.values())) > 1:
         hit = ", ".join(name for name, yes in answers.items() if yes)
         raise EngineRefusal("ValueError", f"of expert 0 only {hit} would be quantized")

@@ -1,10 +1,16 @@
-"""A checkpoint folder as it lies there, read tolerantly: faults are findings, not exceptions.
+"""A checkpoint folder as its headers and small files describe it, checked against its config.
 
-In: a folder. Out: a `Folder` with everything that could be read, and faults in the ledger under
-`files.*` and `manifest.present`. `open_checkpoint` stops at the first fault, which is right for a
-conversion; here the point is to name them all.
+In: a folder. Out: a `Folder` with everything that could be read, an `Inventory` that gives every
+stored tensor its place in the model, and findings under `files.*`, `manifest.present`, `tensors.*`
+and `scales.*`. No weight is read.
 
-Only a missing folder, or a config.json that is no Beam's, is an error of the caller's.
+Faults are findings here, not exceptions: `open_checkpoint` stops at the first one, which is right
+for a conversion, but `verify` is to name them all. Only a missing folder, or a config.json that is
+not Beam's, is an error of the caller.
+
+A linear counts as quantized if a scale belongs to it or its weight has the dtype of codes. It must
+then have exactly the tensors of its format (plan/layout.py), and otherwise exactly one BF16 weight.
+Any other name is a fault, because both engines stop at names that they do not know.
 """
 
 from __future__ import annotations
@@ -48,7 +54,10 @@ from beamq.plan.sources import is_quantized, packed_part
 
 HF_QUANT_NAME = "hf_quant_config.json"
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|ckpt|h5|msgpack|partial)")
-SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
+SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
+SMALLEST_NORMAL = 2.0**-126
+LARGEST_GLOBAL = 2.0**117  # above it, the product of a code and both scales overflows FP32
+_FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by format of the folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,37 +84,41 @@ class Folder:
         block = self.raw_config.get("quantization_config")
         return block if isinstance(block, dict) else None
 
+    @property
+    def weight_map(self) -> dict[str, Any]:
+        """Tensor -> file as the index has it; empty without an index."""
+        entries = (self.index or {}).get("weight_map")
+        return entries if isinstance(entries, dict) else {}
+
 
 def read_folder(root: Path, ledger: Ledger) -> Folder:
-    """Read a folder and file its faults. Raises `CheckpointError` or `ConfigError`."""
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
+    """Read a folder and record its faults. Raises `CheckpointError` or `ConfigError`."""
+    files = LocalFiles(root)
     raw_config = read_config(root)
     config = BeamConfig.from_dict(raw_config)
     index = optional_json(root / INDEX_NAME, "files.index", ledger, MAX_INDEX_BYTES)
-    shards, metadata = read_shards(LocalFiles(root), index, ledger)
-    ledger.examined("files.readable", len(shards), "shards")
+    shards, metadata = read_shards(files, index, ledger)
+    ledger.examined("files.readable", len(shards))
     tensors: dict[str, TensorSpec] = {}
-    for specs in shards.values():
-        for spec in specs:
-            if spec.name in tensors:
-                ledger.fault(
-                    "files.index", spec.name, f"in {tensors[spec.name].file} and {spec.file}"
-                )
-            tensors[spec.name] = spec
-    hf_quant_config = optional_json(root / HF_QUANT_NAME, "config.agreement", ledger)
+    for spec in (spec for specs in shards.values() for spec in specs):
+        if spec.name in tensors:
+            where = f"is stored twice, in {tensors[spec.name].file} and {spec.file}"
+            ledger.fault("files.index", spec.name, where)
+        tensors[spec.name] = spec
+    hf = optional_json(root / HF_QUANT_NAME, "config.agreement", ledger)
+    declared = raw_config.get("quantization_config") is not None or hf is not None
     made = optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_MANIFEST_BYTES)
     folder = Folder(
         root=root,
         raw_config=raw_config,
         config=config,
-        hf_quant_config=hf_quant_config,
+        hf_quant_config=hf,
         manifest=None if made is None else Manifest.parse(made),
         index=index,
         shards=shards,
         tensors=tensors,
         metadata=metadata,
-        plain=_is_plain(raw_config, hf_quant_config, tensors),
+        plain=not declared and bool(tensors) and not any(map(is_quantized, tensors.values())),
     )
     _check_index(folder, ledger)
     _check_names(folder, ledger)
@@ -113,20 +126,10 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
     return folder
 
 
-def _is_plain(
-    raw_config: dict[str, Any],
-    hf_quant_config: dict[str, Any] | None,
-    tensors: dict[str, TensorSpec],
-) -> bool:
-    if raw_config.get("quantization_config") is not None or hf_quant_config is not None:
-        return False
-    return bool(tensors) and not any(is_quantized(spec) for spec in tensors.values())
-
-
 def optional_json(
     path: Path, check: str, ledger: Ledger, limit: int = 16 << 20
 ) -> dict[str, Any] | None:
-    """A small file that may be absent; one that is no JSON object is a fault of `check`."""
+    """A small file that may be absent; one that is not a JSON object is a fault of `check`."""
     if not path.exists() and not path.is_symlink():
         return None
     try:
@@ -155,7 +158,7 @@ def read_shards(
 
 
 def _named_files(files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger) -> list[str]:
-    """The shards the index names; without an index, the single file or whatever is there."""
+    """The shards the index names; without an index, the single file or all that are present."""
     weight_map = (index or {}).get("weight_map")
     if not isinstance(weight_map, dict):
         if index is not None:
@@ -166,112 +169,100 @@ def _named_files(files: SourceFiles, index: dict[str, Any] | None, ledger: Ledge
         elif found != [SINGLE_NAME] and index is None:
             ledger.fault("files.index", INDEX_NAME, f"missing, but there are {len(found)} shards")
         return found
-    named = {file for file in weight_map.values() if isinstance(file, str)}
-    unsafe = sorted(file for file in named if not safe_file_name(file))
-    for file in unsafe:
-        ledger.fault("files.index", INDEX_NAME, f"names {file[:80]!r}, outside the folder")
-    return sorted(named.difference(unsafe))
+    named = sorted({file for file in weight_map.values() if isinstance(file, str)})
+    for file in named:
+        if not safe_file_name(file):
+            ledger.fault("files.index", INDEX_NAME, f"names {file[:80]!r}, outside the folder")
+    return [file for file in named if safe_file_name(file)]
 
 
 def _check_index(folder: Folder, ledger: Ledger) -> None:
-    nbytes = sum(spec.nbytes for spec in folder.tensors.values())
+    check = "files.index"
     if folder.index is None:
         if len(folder.shards) == 1:
-            ledger.skip("files.index", "a single file without an index")
-            ledger.skip("files.total-size", "a single file without an index")
+            ledger.skip("a single file without an index", check, "files.total-size")
         return
-    weight_map = folder.index.get("weight_map")
-    entries: dict[str, Any] = weight_map if isinstance(weight_map, dict) else {}
-    ledger.examined("files.index", len(entries), "entries")
-    for name, file in entries.items():
+    ledger.examined(check, len(folder.weight_map))
+    for name, file in folder.weight_map.items():
         spec = folder.tensors.get(name)
-        if spec is None:
-            # Where the whole file is unreadable, that is the finding.
-            if not isinstance(file, str):
-                ledger.fault("files.index", name, f"the index says {str(file)[:60]}, not a file")
-            elif file in folder.shards:
-                ledger.fault("files.index", name, f"not in {file}, where the index puts it")
-        elif spec.file != file:
-            ledger.fault("files.index", name, f"is in {spec.file}, the index says {file}")
+        if spec is not None and spec.file != file:
+            ledger.fault(check, name, f"is in {spec.file}, but the index says {file}")
+        elif spec is None and not isinstance(file, str):
+            ledger.fault(check, name, f"the index says {str(file)[:60]}, expected a file's name")
+        elif spec is None and file in folder.shards:  # else the file's own fault is recorded
+            ledger.fault(check, name, f"is not in {file}, where the index puts it")
     for name, spec in folder.tensors.items():
-        if name not in entries:
-            ledger.fault("files.index", name, f"in {spec.file}, but not in the index")
+        if name not in folder.weight_map:
+            ledger.fault(check, name, f"is in {spec.file}, but not in the index")
     metadata = folder.index.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    ledger.examined("files.total-size", 1, "sums")
+    ledger.examined("files.total-size")
     if ledger.failed("files.readable"):
-        ledger.skip("files.total-size", "a shard cannot be read")
-    elif total != nbytes:
-        ledger.fault("files.total-size", INDEX_NAME, f"says {total}, tensors take {nbytes} bytes")
+        ledger.skip("a shard cannot be read", "files.total-size")
+    else:
+        nbytes = sum(spec.nbytes for spec in folder.tensors.values())
+        if total != nbytes:
+            reason = f"total_size is {total}, but the tensors take {nbytes} bytes"
+            ledger.fault("files.total-size", INDEX_NAME, reason)
 
 
 def _check_names(folder: Folder, ledger: Ledger) -> None:
-    names = sorted(folder.shards) if folder.index is None else _indexed(folder.index)
-    ledger.examined("files.shard-names", len(names), "names")
+    listed = folder.shards if folder.index is None else folder.weight_map.values()
+    names = sorted({file for file in listed if isinstance(file, str)})
+    ledger.examined("files.shard-names", len(names))
     if names != [SINGLE_NAME]:
-        total = len(names)
-        expected = [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
-        for name, wanted in zip(names, expected, strict=True):
+        for number, name in enumerate(names, start=1):
+            wanted = f"model-{number:05d}-of-{len(names):05d}.safetensors"
             if name != wanted:
                 ledger.fault("files.shard-names", name, f"expected {wanted}")
-    present = [path.name for path in folder.root.iterdir() if WEIGHTS.fullmatch(path.name)]
-    ledger.examined("files.unlisted", len(present), "weight files")
-    for name in sorted(set(present).difference(names)):
-        ledger.fault(
-            "files.unlisted", name, "no index entry names it; vLLM may read it all the same"
-        )
-    ledger.examined("files.metadata", len(folder.metadata), "headers")
+    present = {path.name for path in folder.root.iterdir() if WEIGHTS.fullmatch(path.name)}
+    ledger.examined("files.unlisted", len(present))
+    for name in sorted(present.difference(names)):
+        reason = "is not in the index, but vLLM may read it; delete it"
+        ledger.fault("files.unlisted", name, reason)
+    ledger.examined("files.metadata", len(folder.metadata))
     for name, metadata in folder.metadata.items():
         if metadata.get("format") != "pt":
-            said = json.dumps(metadata)[:80]
-            ledger.fault("files.metadata", name, f'__metadata__ is {said}, expected "format": "pt"')
-
-
-def _indexed(index: dict[str, Any]) -> list[str]:
-    weight_map = index.get("weight_map")
-    values = weight_map.values() if isinstance(weight_map, dict) else ()
-    return sorted({file for file in values if isinstance(file, str)})
+            found = json.dumps(metadata)[:80]
+            ledger.fault(
+                "files.metadata", name, f'__metadata__ is {found}, expected "format": "pt"'
+            )
 
 
 def _check_manifest(folder: Folder, ledger: Ledger) -> None:
     """beamq.json must list these shards, sizes and tensors, each with a checksum."""
-    name = "manifest.present"
-    if folder.manifest is None and folder.plain:
-        ledger.skip(name, "not quantized, and no beamq.json: not made by beamq")
+    check, manifest = "manifest.present", folder.manifest
+    if manifest is None and folder.plain:
+        ledger.skip("not quantized, and no beamq.json: not made by beamq", check)
         return
-    if folder.manifest is None:
-        ledger.fault(name, MANIFEST_NAME, "missing: the conversion did not end, or it was lost")
+    if manifest is None:
+        reason = "is missing: the conversion did not end, or the file was lost; convert again"
+        ledger.fault(check, MANIFEST_NAME, reason)
         return
-    ledger.examined(name, len(folder.tensors), "tensors")
-    if folder.manifest.format != MANIFEST_FORMAT:
-        ledger.fault(
-            name, MANIFEST_NAME, f"format {folder.manifest.format!r}, expected {MANIFEST_FORMAT}"
-        )
-        return
-    listed = folder.manifest.shards
-    if listed is None:
-        ledger.fault(name, MANIFEST_NAME, "its list of shards is damaged")
+    ledger.examined(check, len(folder.tensors))
+    listed = manifest.shards
+    if manifest.format != MANIFEST_FORMAT or listed is None:
+        reason = "its list of shards is damaged"
+        if manifest.format != MANIFEST_FORMAT:
+            reason = f"format is {manifest.format!r}, expected {MANIFEST_FORMAT}"
+        ledger.fault(check, MANIFEST_NAME, reason)
         return
     for shard in sorted(set(listed).symmetric_difference(folder.shards)):
-        where = "beamq.json" if shard in listed else "the folder"
-        ledger.fault(name, shard, f"only in {where}")
+        where = "in beamq.json, but not in the folder" if shard in listed else "not in beamq.json"
+        ledger.fault(check, shard, f"is {where}")
     for shard, specs in folder.shards.items():
         if shard not in listed:
             continue
         stray = {spec.name for spec in specs}.symmetric_difference(listed[shard].tensors)
         if stray:
-            ledger.fault(name, shard, f"beamq.json and the header differ: {few(sorted(stray))}")
+            ledger.fault(check, shard, f"beamq.json and the header differ: {few(sorted(stray))}")
         size = (folder.root / shard).stat().st_size
         if listed[shard].nbytes != size:
-            ledger.fault(name, shard, f"{size} bytes, beamq.json says {listed[shard].nbytes}")
+            reason = f"has {size} bytes, but beamq.json says {listed[shard].nbytes}"
+            ledger.fault(check, shard, reason)
 
 
-# --- tensors against the config -----------------------------------------------------------
-
-_FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by format of the folder
-SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
-SMALLEST_NORMAL = 2.0**-126
-LARGEST_GLOBAL = 2.0**117  # beyond it, a code times both scales leaves FP32
+# --- tensors against the config -------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +280,7 @@ class Linear:
 
     @property
     def quantized(self) -> bool:
-        """Whether anything says so: a scale, or a weight of codes."""
+        """Whether a stored tensor says so: a scale, or a weight of codes."""
         weight = self.parts.get("weight")
         return any(suffix in self.parts for suffix in SCALE_SUFFIXES) or (
             weight is not None and weight.dtype in CODE_DTYPES
@@ -297,7 +288,7 @@ class Linear:
 
     @property
     def format(self) -> str:
-        """The format that the stored tensors themselves tell, whatever the config says."""
+        """The format of the stored tensors, whatever the config says."""
         weight = self.parts.get("weight")
         codes = weight is not None and weight.dtype == "U8"
         return NVFP4 if codes or "weight_scale_2" in self.parts else FP8
@@ -305,16 +296,16 @@ class Linear:
 
 @dataclass(slots=True, kw_only=True)
 class Inventory:
-    """Everything stored, sorted out. `unknown` are tensors no Beam has."""
+    """Every stored tensor in its place. `unknown` are tensors that no Beam has."""
 
     linears: list[Linear] = field(default_factory=list)
-    precise: list[tuple[TensorRole, TensorSpec]] = field(default_factory=list)
+    high_precision: list[tuple[TensorRole, TensorSpec]] = field(default_factory=list)
     unknown: list[TensorSpec] = field(default_factory=list)
 
     def stored(self) -> dict[str, bool]:
         """Module -> quantized, for every module of which something is stored."""
         stored = {linear.module: linear.quantized for linear in self.linears if linear.parts}
-        for role, spec in self.precise:
+        for role, spec in self.high_precision:
             if role.role in (Role.HEAD, Role.EMBEDDING):
                 stored[role.module] = spec.dtype in CODE_DTYPES
         for spec in self.unknown:
@@ -325,157 +316,142 @@ class Inventory:
 
 
 def take_inventory(folder: Folder, fmt: str, ledger: Ledger) -> Inventory:
-    """Sort every stored tensor and file what is missing, unknown, mis-shaped or mis-typed."""
-    inventory = Inventory()
-    left = dict(folder.tensors)
-    precise = _FLOATS.get(fmt, "BF16") if folder.manifest is None else "BF16"
-    packed = _packed(folder, left, precise, inventory, ledger) if folder.plain else frozenset()
-    for name in ("tensors.known", "tensors.shape", "tensors.dtype"):
-        ledger.examined(name, len(left), "tensors")
-    for role, shape in expected_tensors(folder.config):
-        ledger.examined("tensors.present", 1, "expected tensors")
-        if role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
-            continue
-        if role.role in QUANTIZABLE:
-            inventory.linears.append(_linear(role, shape, left, fmt, precise, ledger))
-            continue
-        spec = left.pop(role.name, None)
-        if spec is None:
-            ledger.fault("tensors.present", role.name, "is missing")
-            continue
-        inventory.precise.append((role, spec))
-        _check_shape(spec, shape, ledger)
-        _check_precise_dtype(role, spec, precise, ledger)
-    inventory.unknown = list(left.values())
-    for spec in inventory.unknown:
-        _unknown(spec, ledger)
-    if not packed:
-        _check_experts(inventory.linears, ledger)
-    return inventory
+    """Give every stored tensor its place; record what is missing, unknown or of a wrong form."""
+    return _Sorter(folder, fmt, ledger).sort()
 
 
-def _packed(
-    folder: Folder,
-    left: dict[str, TensorSpec],
-    precise: str,
-    inventory: Inventory,
-    ledger: Ledger,
-) -> frozenset[tuple[int | None, str]]:
-    """(layer, part) of experts that are stored packed, which only an unquantized Beam may do."""
-    found = set()
-    for spec in [spec for spec in left.values() if ".mlp.experts." in spec.name]:
-        role = classify(spec.name)
-        if role.packed is None or role.layer not in folder.config.sparse_layers:
-            continue
-        _check_shape(spec, packed_shape(folder.config, role.packed), ledger)
-        _check_dtype(spec, precise, ledger)
-        ledger.examined("tensors.experts", 1, "packed tensors")
-        inventory.precise.append((role, left.pop(spec.name)))
-        found.add((role.layer, role.packed))
-    return frozenset(found)
+class _Sorter:
+    """Takes tensors out of `_left`, one expected tensor or linear after the other."""
 
+    def __init__(self, folder: Folder, fmt: str, ledger: Ledger) -> None:
+        self._folder = folder
+        self._format = fmt
+        self._ledger = ledger
+        self._left = dict(folder.tensors)
+        # beamq writes BF16; only a source may have another float.
+        self._float = "BF16" if folder.manifest is not None else _FLOATS.get(fmt, "BF16")
+        self._inventory = Inventory()
 
-def _linear(
-    role: TensorRole,
-    shape: tuple[int, ...],
-    left: dict[str, TensorSpec],
-    fmt: str,
-    precise: str,
-    ledger: Ledger,
-) -> Linear:
-    """Collect one linear's tensors out of `left`, and check them against its format."""
-    n, k = shape
-    parts: dict[str, TensorSpec] = {}
-    for suffix in ("weight", *SCALE_SUFFIXES):
-        spec = left.get(f"{role.module}.{suffix}")
-        if spec is not None:
-            parts[suffix] = spec
-    linear = Linear(role=role, shape=(n, k), parts=parts)
-    if not linear.quantized:
-        left.pop(role.name, None)
-        if "weight" not in parts:
-            ledger.fault("tensors.present", role.name, "is missing")
-            return linear
-        _check_shape(parts["weight"], shape, ledger)
-        _check_dtype(parts["weight"], precise, ledger)
+    def sort(self) -> Inventory:
+        ledger, inventory = self._ledger, self._inventory
+        packed = self._packed_experts() if self._folder.plain else frozenset()
+        for check in ("tensors.known", "tensors.shape", "tensors.dtype"):
+            ledger.examined(check, len(self._left))
+        for role, shape in expected_tensors(self._folder.config):
+            ledger.examined("tensors.present")
+            if role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
+                continue
+            if role.role in QUANTIZABLE:
+                inventory.linears.append(self._linear(role, (shape[0], shape[1])))
+            elif (spec := self._left.pop(role.name, None)) is None:
+                ledger.fault("tensors.present", role.name, "is missing")
+            else:
+                inventory.high_precision.append((role, spec))
+                ledger.expect("tensors.shape", spec.name, list(spec.shape), list(shape))
+                self._check_kept_dtype(role, spec)
+        inventory.unknown = list(self._left.values())
+        for spec in inventory.unknown:
+            _unknown(spec, ledger)
+        if not packed:
+            _check_experts(inventory.linears, ledger)
+        return inventory
+
+    def _packed_experts(self) -> frozenset[tuple[int | None, str]]:
+        """(layer, part) of experts stored in packed tensors, which only an unquantized Beam may."""
+        config = self._folder.config
+        found = set()
+        for spec in [spec for spec in self._left.values() if ".mlp.experts." in spec.name]:
+            role = classify(spec.name)
+            if role.packed is None or role.layer not in config.sparse_layers:
+                continue
+            self._check_form(spec, packed_shape(config, role.packed), self._float)
+            self._ledger.examined("tensors.experts", unit="packed tensors")
+            self._inventory.high_precision.append((role, self._left.pop(spec.name)))
+            found.add((role.layer, role.packed))
+        return frozenset(found)
+
+    def _linear(self, role: TensorRole, shape: tuple[int, int]) -> Linear:
+        """Collect one linear's tensors, and check them against its format."""
+        parts = {
+            suffix: self._left[name]
+            for suffix in ("weight", *SCALE_SUFFIXES)
+            if (name := f"{role.module}.{suffix}") in self._left
+        }
+        linear = Linear(role=role, shape=shape, parts=parts)
+        wanted: tuple[tuple[str, str, tuple[int, ...]], ...] = ((role.name, self._float, shape),)
+        need = ""
+        if linear.quantized:
+            # Without a declaration, the format is that of the tensors themselves.
+            fmt = self._format if self._format in (NVFP4, FP8) else linear.format
+            wanted = quantized_tensors(role.module, fmt, *shape)
+            need = f"; {fmt} needs it"
+            self._ledger.examined("tensors.present", len(wanted) - 1)
+        for name, dtype, part_shape in wanted:
+            spec = self._left.pop(name, None)
+            if spec is None:
+                self._ledger.fault("tensors.present", name, f"is missing{need}")
+            else:
+                self._check_form(spec, part_shape, dtype)
         return linear
-    # Without a declaration the tensors themselves tell the format.
-    own = fmt if fmt in (NVFP4, FP8) else linear.format
-    wanted_tensors = quantized_tensors(role.module, own, n, k)
-    ledger.examined("tensors.present", len(wanted_tensors) - 1, "expected tensors")
-    for name, dtype, wanted in wanted_tensors:
-        spec = left.pop(name, None)
-        if spec is None:
-            ledger.fault("tensors.present", name, f"is missing; {own} needs it")
-            continue
-        _check_shape(spec, wanted, ledger)
-        _check_dtype(spec, dtype, ledger)
-    return linear
 
+    def _check_form(self, spec: TensorSpec, shape: tuple[int, ...], dtype: str) -> None:
+        self._ledger.expect("tensors.shape", spec.name, list(spec.shape), list(shape))
+        self._ledger.expect("tensors.dtype", spec.name, spec.dtype, dtype)
 
-def _check_shape(spec: TensorSpec, wanted: tuple[int, ...], ledger: Ledger) -> None:
-    if spec.shape != wanted:
-        ledger.fault("tensors.shape", spec.name, f"is {list(spec.shape)}, expected {list(wanted)}")
-
-
-def _check_dtype(spec: TensorSpec, wanted: str, ledger: Ledger) -> None:
-    if spec.dtype != wanted:
-        ledger.fault("tensors.dtype", spec.name, f"is {spec.dtype}, expected {wanted}")
-
-
-def _check_precise_dtype(role: TensorRole, spec: TensorSpec, precise: str, ledger: Ledger) -> None:
-    if role.role in FP32_ROLES:
-        ledger.examined("tensors.router", 1, "tensors")
-        if spec.dtype != "F32":
-            ledger.fault("tensors.router", spec.name, f"is {spec.dtype}, expected F32")
-    elif role.role in (Role.HEAD, Role.EMBEDDING):
-        ledger.examined("tensors.head", 1, "tensors")
-        if spec.dtype in CODE_DTYPES:
-            ledger.fault("tensors.head", spec.name, f"is {spec.dtype}, expected {precise}")
-        else:
-            _check_dtype(spec, precise, ledger)
-    else:
-        _check_dtype(spec, precise, ledger)
+    def _check_kept_dtype(self, role: TensorRole, spec: TensorSpec) -> None:
+        """A tensor that is never quantized has its role's float type."""
+        check, dtype = "tensors.dtype", self._float
+        if role.role in FP32_ROLES:
+            check, dtype = "tensors.router", "F32"
+            self._ledger.examined(check)
+        elif role.role in (Role.HEAD, Role.EMBEDDING):
+            self._ledger.examined("tensors.head")
+            if spec.dtype in CODE_DTYPES:
+                check = "tensors.head"
+        self._ledger.expect(check, spec.name, spec.dtype, dtype)
 
 
 def _unknown(spec: TensorSpec, ledger: Ledger) -> None:
     module, _, suffix = spec.name.rpartition(".")
     if module in ("lm_head", "model.embed_tokens") and suffix in SCALE_SUFFIXES:
-        ledger.fault("tensors.head", spec.name, "a scale, but this must not be quantized")
-    reason = "no engine knows it: vLLM raises ValueError, SGLang KeyError"
+        ledger.fault("tensors.head", spec.name, "is a scale, but this module is never quantized")
+    reason = "is unknown to the engines: vLLM raises ValueError, SGLang KeyError"
     if suffix in ("k_scale", "v_scale"):
-        reason = "SGLang's Beam has no place for KV-cache scales (KeyError)"
+        reason = "is a KV-cache scale, for which SGLang's Beam has no place (KeyError)"
     elif ".experts.gate_up_proj" in spec.name or ".experts.down_proj" in spec.name:
-        reason = "packed experts; quantized checkpoints hold one tensor per expert"
+        reason = "packs experts, but a quantized checkpoint has one tensor per expert"
     ledger.fault("tensors.known", spec.name, reason)
 
 
 def _check_experts(linears: Iterable[Linear], ledger: Ledger) -> None:
-    """Per layer: every expert whole, and all quantized or none; engines ask for expert 0 only."""
+    """Per layer: all experts are complete, and all or none quantized; engines ask for expert 0
+    only."""
+    check = "tensors.experts"
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:
         if linear.role.role is Role.EXPERT and linear.role.layer is not None:
             by_layer.setdefault(linear.role.layer, []).append(linear)
     if not by_layer:
-        ledger.skip("tensors.experts", "this model has no experts")
+        ledger.skip("this model has no experts", check)
     for layer, members in by_layer.items():
-        ledger.examined("tensors.experts", 1, "layers")
+        ledger.examined(check)
         where = f"model.layers.{layer}.mlp.experts"
-        gone = [m for m in members if "weight" not in m.parts]
+        gone = [m.module.removeprefix(f"{where}.") for m in members if "weight" not in m.parts]
         if gone:
-            first = gone[0].module.removeprefix(where + ".")
+            total = len(members)
             ledger.fault(
-                "tensors.experts", where, f"{len(gone)} of {len(members)} missing, first {first}"
+                check, where, f"{len(gone)} of {total} are missing, the first is {gone[0]}"
             )
-        quantized = sum(m.quantized for m in members if m.parts)
-        whole = sum(1 for m in members if m.parts)
-        if 0 < quantized < whole:
-            odd = next(m for m in members if m.parts and m.quantized == (2 * quantized < whole))
+        whole = [member for member in members if member.parts]
+        quantized = sum(member.quantized for member in whole)
+        if 0 < quantized < len(whole):
+            few_are = 2 * quantized < len(whole)
+            odd = next(m.module for m in whole if m.quantized == few_are).removeprefix(f"{where}.")
             ledger.fault(
-                "tensors.experts",
+                check,
                 where,
-                f"{quantized} of {whole} linears are quantized; all or none, see"
-                f" {odd.module.removeprefix(where + '.')}",
+                f"{quantized} of {len(whole)} linears are quantized, expected all or none; {odd}"
+                " differs from most",
             )
 
 
@@ -483,32 +459,30 @@ def _check_experts(linears: Iterable[Linear], ledger: Ledger) -> None:
 
 
 def check_scalars(checkpoint: Checkpoint, inventory: Inventory, ledger: Ledger) -> None:
-    """Values of the FP32 scalars: sane each, and equal to the bit over what engines fuse."""
-    names = ("scales.global", "scales.shared", "scales.input", "scales.input-shared")
+    """The FP32 scalars: each usable, and equal to the bit over linears that the engines fuse."""
+    checks = {
+        "weight_scale_2": ("scales.global", "scales.shared"),
+        "input_scale": ("scales.input", "scales.input-shared"),
+    }
     if not any(linear.quantized and linear.format == NVFP4 for linear in inventory.linears):
-        for name in names:
-            ledger.skip(name, "no NVFP4 linears")
+        for names in checks.values():
+            ledger.skip("no NVFP4 linears", *names)
         return
-    for suffix, one, shared in (
-        ("weight_scale_2", "scales.global", "scales.shared"),
-        ("input_scale", "scales.input", "scales.input-shared"),
-    ):
-        groups: dict[str, dict[bytes, str]] = {}
+    for suffix, (one, shared) in checks.items():
+        groups: dict[str, dict[bytes, float]] = {}
         for linear, raw in _scalars(checkpoint, inventory, suffix):
-            ledger.examined(one, 1, "scalars")
-            fault = scalar_fault(struct.unpack("<f", raw)[0])
+            value: float = struct.unpack("<f", raw)[0]
+            ledger.examined(one)
+            fault = scalar_fault(value)
             if fault:
                 ledger.fault(one, f"{linear.module}.{suffix}", fault)
-            groups.setdefault(fused_group(linear.role), {}).setdefault(raw, linear.module)
-        ledger.examined(shared, len(groups), "groups")
+            groups.setdefault(fused_group(linear.role), {})[raw] = value
+        ledger.examined(shared, len(groups))
         for group, values in groups.items():
             if len(values) > 1:
-                shown = " and ".join(f"{struct.unpack('<f', raw)[0]!r}" for raw in values)
-                ledger.fault(
-                    shared,
-                    group,
-                    f"{suffix} differs ({shown}); engines keep one, others decode wrong",
-                )
+                shown = " and ".join(map(repr, values.values()))
+                reason = "engines keep one value, and decode the other linears with it"
+                ledger.fault(shared, group, f"{suffix} differs ({shown}); {reason}")
 
 
 def _scalars(

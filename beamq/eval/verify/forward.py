@@ -1,14 +1,14 @@
-"""VERIFY, level forward: do the checkpoint and its source say the same about a text?
+"""VERIFY, level forward: do the checkpoint and its source predict the same for a text?
 
-In: both, opened; what the checkpoint quantizes; beamq.json. Out: findings under `forward.*`.
+In: both, opened, and the checkpoint's beamq.json. Out: findings under `forward.*`.
 
-The one idea: checks of bytes cannot know a file that is whole and wrong (experts in each other's
-place, scales transposed, a shard of another conversion). Two models that run side by side can:
-each layer's linears, hidden states and router choices are compared as they go, so a fault is
-named by the first layer where the streams part. Limits come from the recipe (`bounds`).
+The one idea: checks of bytes cannot detect a file that is complete and wrong (experts in each
+other's place, scales transposed, a shard of another conversion). Two models that run side by side
+can. The linears, hidden states and router choices of each layer are compared, so a fault is named
+by the first layer where the models part. The limits are the recipe's `bounds`.
 
-The text is 2,048 tokens of the default evaluation text: enough for a mean KLD within some 5%,
-where the limits are 2.5 times what is expected. All weights of both models are read once more.
+The text is 2,048 tokens of the default evaluation text. That gives a mean KLD within about 5%, and
+the limits are 2.5 times the expected value. All weights of both models are read once more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from beamq.calib.data import load_calibration_data
 from beamq.devices import choose_device
 from beamq.errors import BeamqError
 from beamq.eval.compare.findings import (
-    Breach,
     Findings,
     Limits,
     breaches,
@@ -57,15 +56,15 @@ def check_forward(
     ledger: Ledger,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Run both models and file what is out of bounds, under torchrun the same at every rank.
+    """Run both models and record what is out of bounds, under torchrun the same on every rank.
 
-    Experts are split over ranks, which must all call this; the process group is left up. Raises
-    `CalibrationError` where the source has no tokenizer, so that there is no text, and
-    `EnvironmentFault` where another rank is lost, which says nothing of the checkpoint.
+    Experts are split over the ranks, which must all call this; the process group stays up. Raises
+    `CalibrationError` where the source has no tokenizer to read the text with, and
+    `EnvironmentFault` where another rank is lost, which is no finding about the checkpoint.
     """
     ranks = current_ranks()
     with ranks.agreeing():
-        ids_BT, options = _prepared(source, ranks)
+        ids_BT, options = _set_up(source, ranks)
     try:
         (findings,) = run_side_by_side(
             source, [opened], ids_BT, options, ranks=ranks, progress=progress
@@ -74,15 +73,15 @@ def check_forward(
         if ranks.broken:
             raise
         ledger.fault("forward.runs", opened.label, str(fault))
-        for name in _names():
-            ledger.skip(name, "the model does not run; see forward.runs")
+        names = [name for name, check in CHECKS.items() if check.level == "forward"]
+        ledger.skip("the model does not run; see forward.runs", *names)
         return
     limits = limits_for(manifest, *stored_units(opened))
-    _file(findings, limits, ledger)
+    _record(findings, limits, ledger)
 
 
-def _prepared(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOptions]:
-    """The text's token ids, and how to run on what is here."""
+def _set_up(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOptions]:
+    """The text's token ids, and how to run on this machine."""
     config = BeamConfig.from_dict(source.config)
     length = min(SEQUENCE_LENGTH, config.max_position_embeddings)
     data = load_calibration_data(
@@ -97,49 +96,36 @@ def _prepared(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamO
     return data.input_ids, options
 
 
-def _names() -> list[str]:
-    return [name for name, (level, _) in CHECKS.items() if level == "forward"]
-
-
-def _file(findings: Findings, limits: Limits, ledger: Ledger) -> None:
-    for name, said in _passes(findings, limits).items():
-        ledger.found(name, said)
+def _record(findings: Findings, limits: Limits, ledger: Ledger) -> None:
+    for name, text in _passes(findings, limits).items():
+        ledger.measured(name, text)
     if limits.recipe is None:
-        reason = "nothing is quantized, so no recipe's bounds apply"
-        for name in ("forward.kld", "forward.top", "forward.router", "forward.weights"):
-            ledger.skip(name, reason)
+        unbounded = ("forward.kld", "forward.top", "forward.router", "forward.weights")
+        ledger.skip("nothing is quantized, so no recipe's bounds apply", *unbounded)
     broken = breaches(findings, limits.bounds)
     first = parting_layer(findings, broken)
     for breach in broken:
-        ledger.fault(_CHECK_OF[breach.measure], _where(breach, first), breach.text)
-
-
-def _where(breach: Breach, first: int | None) -> str:
-    layer = breach.layer if first is None else first
-    return "the model" if layer is None else f"layer {layer}"
+        layer = breach.layer if first is None else first
+        where = "the model" if layer is None else f"layer {layer}"
+        ledger.fault(_CHECK_OF[breach.measure], where, breach.text)
 
 
 def _passes(findings: Findings, limits: Limits) -> dict[str, str]:
     """What each check says where nothing is out of bounds."""
-    seen, bounds = findings.divergence, limits.bounds
+    seen, bounds, floor = findings.divergence, limits.bounds, findings.activations_kld
     overlaps = [each.router.overlap.value for each in findings.layers if each.router]
     worst = max((weight.relative_rms for weight in findings.weights), default=0.0)
     router = f"{min(overlaps):.1%} at the worst" if overlaps else "no routers"
+    alone = "" if floor is None else f", {floor.value:.4f} by activations alone"
     return {
         "forward.runs": f"finite logits for {seen.tokens:,} tokens",
-        "forward.kld": f"{seen.mean_kld.value:.4f} nats{_of_it(findings)}; at most"
-        f" {_shown(bounds.mean_kld)}",
-        "forward.top": f"{seen.same_top.value:.1%}; at least {_shown(bounds.same_top)}",
-        "forward.router": f"{router}; at least {_shown(bounds.router_overlap)}",
-        "forward.weights": f"{worst:.4f} at the worst; at most {_shown(bounds.weight_error)}",
+        "forward.kld": f"{seen.mean_kld.value:.4f} nats{alone}; at most {_limit(bounds.mean_kld)}",
+        "forward.top": f"{seen.same_top.value:.1%}; at least {_limit(bounds.same_top)}",
+        "forward.router": f"{router}; at least {_limit(bounds.router_overlap)}",
+        "forward.weights": f"{worst:.4f} at the worst; at most {_limit(bounds.weight_error)}",
         "forward.unquantized": "all as in the source",
     }
 
 
-def _of_it(findings: Findings) -> str:
-    floor = findings.activations_kld
-    return "" if floor is None else f", {floor.value:.4f} by activations alone"
-
-
-def _shown(limit: float | None) -> str:
+def _limit(limit: float | None) -> str:
     return "anything" if limit is None else f"{limit:g}"

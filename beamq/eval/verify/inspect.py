@@ -1,28 +1,22 @@
-"""INSPECT: what is this checkpoint? Format, sizes, what is quantized, who made it, what is odd.
+"""INSPECT: what is this checkpoint? Format, sizes, what is quantized, who made it, what is unusual.
 
-In: a folder with a config.json and safetensors files, Beam or not, whole or not. Out: an
-`Inspection`. Headers and small JSON files only; the tensors tell the format, the config only what
-it claims. Whether a checkpoint is *right* is `verify`'s question; here nothing passes or fails.
+In: a folder with a config.json and safetensors files, Beam or not, complete or not. Out: an
+`Inspection`. Reads headers and small JSON files only. The tensors decide the format; the config
+says only what it claims. Whether a checkpoint is *right* is for `verify`: nothing passes or fails
+here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import (
-    FP32_ROLES,
-    Role,
-    TensorRole,
-    expected_tensors,
-    is_scale,
-    role_of,
-)
+from beamq.beam.tensors import FP32_ROLES, Role, expected_tensors, is_scale, role_of
 from beamq.errors import ConfigError, counted
 from beamq.eval.compare.footprint import stored_format
 from beamq.eval.verify.checks import Ledger
@@ -34,116 +28,12 @@ from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
-from beamq.plan.sources import missing_tensors
-
-# What is odd about a checkpoint: one sentence for each thing worth knowing, none if all is usual.
-#
-# In: headers, small JSON files and the format that the tensors have. Out: notes for `inspect`.
-
-
-def file_notes(
-    names: Sequence[str],
-    ledger: Ledger,
-    index: Mapping[str, Any] | None,
-    tensors: Mapping[str, TensorSpec],
-) -> Iterable[str]:
-    """What the files themselves, of these names, have that they should not, or lack."""
-    for check in ledger.results("structure", with_source=False):
-        if check.status == "fail":
-            yield check.detail
-    entries = (index or {}).get("weight_map")
-    if isinstance(entries, dict):
-        stray = set(entries).symmetric_difference(tensors)
-        if stray:
-            some = counted(len(stray), "tensor")
-            yield f"index and shards disagree about {some}: {few(sorted(stray))}"
-        named = set(map(str, entries.values()))
-        beside = [n for n in names if n.endswith(".safetensors") and n not in named]
-        if beside:
-            yield f"shards that the index does not name: {few(beside)}"
-    pickles = [name for name in names if name.endswith(".bin")]
-    if pickles:
-        yield f"pickle files, which beamq never opens: {few(pickles)}"
-
-
-def claim_notes(form: str, declared: str | None, manifest: Manifest | None) -> Iterable[str]:
-    """Where config or manifest and the tensors contradict each other."""
-    quantized = form in ("nvfp4", "fp8", "mixed", "other")
-    if declared and not quantized:
-        yield f"config claims {declared}, but no tensor is quantized"
-    if quantized and not declared:
-        yield f"tensors are {form}, but no config says so: loaders will misread them"
-    words = {"nvfp4": "NVFP4", "fp8": "float-quantized"}
-    if declared and form in words and words[form].lower() not in declared.lower():
-        yield f"tensors are {form}, config claims {declared}"
-    if quantized and manifest is None:
-        yield f"no {MANIFEST_NAME}: not made by beamq, or unfinished"
-
-
-def tensor_notes(
-    tensors: Mapping[str, TensorSpec], config: BeamConfig | None, form: str
-) -> Iterable[str]:
-    """Tensors that are unusual for a Beam, missing, or of an unusual dtype."""
-    roles = {name: role_of(name) for name in tensors}
-    routers = [
-        name
-        for name, role in roles.items()
-        if role.role in FP32_ROLES and tensors[name].dtype != "F32"
-    ]
-    if routers:
-        dtypes = ", ".join(sorted({tensors[name].dtype for name in routers}))
-        some = counted(len(routers), "router tensor is", "router tensors are")
-        yield f"{some} {dtypes}, not F32: {few(routers)}"
-    heads = [
-        name
-        for name, role in roles.items()
-        if role.role in (Role.HEAD, Role.EMBEDDING)
-        and (tensors[name].dtype in CODE_DTYPES or is_scale(name))
-    ]
-    if heads:
-        yield f"head or embeddings are quantized: {few(heads)}"
-    if any(role.packed for role in roles.values()):
-        yield "experts are packed in 3-D tensors"
-    caches = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
-    if caches:
-        some = counted(len(caches), "KV-cache scale")
-        yield f"{some}, which SGLang's Beam refuses: {few(caches)}"
-    extra = [n for n, role in roles.items() if role.role is Role.EXTRA and n not in caches]
-    if extra:
-        some = counted(len(extra), "tensor that is", "tensors that are")
-        yield f"{some} not Beam's: {few(extra)}"
-    half = _half_quantized(tensors, roles)
-    if half:
-        yield f"layers whose experts are quantized in part: {few(half)}"
-    if config is not None:
-        modules = {role.module for role in roles.values()}
-        packed = {(role.layer, role.packed) for role in roles.values() if role.packed}
-        gone = [
-            role.name
-            for role, _ in expected_tensors(config)
-            if role.module not in modules and not (role.role is Role.EXPERT and _in(packed, role))
-        ]
-        if gone:
-            yield f"{missing_tensors(len(gone))}: {few(gone)}"
-
-
-def _in(packed: set[tuple[int | None, str]], role: TensorRole) -> bool:
-    return (role.layer, "down_proj" if role.proj == "down_proj" else "gate_up_proj") in packed
-
-
-def _half_quantized(
-    tensors: Mapping[str, TensorSpec], roles: Mapping[str, TensorRole]
-) -> list[str]:
-    kinds: dict[int, set[bool]] = {}
-    for name, role in roles.items():
-        if role.role is Role.EXPERT and role.layer is not None and not is_scale(name):
-            kinds.setdefault(role.layer, set()).add(tensors[name].dtype in CODE_DTYPES)
-    return [f"model.layers.{layer}" for layer, seen in sorted(kinds.items()) if len(seen) > 1]
+from beamq.plan.sources import missing_tensors, packed_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleShare:
-    """All tensors of one role. `parameters` counts weights as they are when decoded."""
+    """All tensors of one role. `parameters` counts weights as decoded."""
 
     role: str
     tensors: int
@@ -155,7 +45,7 @@ class RoleShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """A checkpoint at a glance. `format` is what the tensors are, `declared` what config claims."""
+    """A checkpoint in brief. `format` is that of the tensors, `declared` what the config claims."""
 
     checkpoint: str
     format: str
@@ -187,17 +77,17 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
-        derived = {
+        data = asdict(self)
+        return data | {
             "share_quantized": self.share_quantized,
             "bits_per_weight": self.bits_per_weight,
         }
-        return {**asdict(self), **derived}
 
 
 def inspect_checkpoint(checkpoint: str | Path) -> Inspection:
     """Look at a folder, or at a repository on the Hub, of which only headers are read.
 
-    Raises `CheckpointError` (no folder, a conversion that has not ended), `ConfigError` (no
+    Raises `CheckpointError` (no folder, or its conversion has not ended), `ConfigError` (no
     config.json), `HubError`.
     """
     if hub_source(checkpoint) is None:
@@ -216,7 +106,6 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     index = optional(INDEX_NAME, "files.index", MAX_INDEX_BYTES)
     hf = optional(HF_QUANT_NAME, "config.agreement", MAX_CONFIG_BYTES)
     data = optional(MANIFEST_NAME, "manifest.present", MAX_MANIFEST_BYTES)
-    manifest = None if data is None else Manifest.parse(data)
     shards, _ = read_shards(files, index, ledger)
     tensors = {spec.name: spec for specs in shards.values() for spec in specs}
     notes: list[str] = []
@@ -225,13 +114,13 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     except ConfigError as fault:
         config = None
         notes.append(f"not a Beam that engines could load: {fault}")
-    census = _take_census(tensors)
+    roles = _role_shares(tensors)
     form = stored_format(tensors.values())
     declared = _declared(raw, hf)
-    notes += file_notes(files.names(), ledger, index, tensors)
-    notes += claim_notes(form, declared, manifest)
-    notes += tensor_notes(tensors, config, form)
-    made = manifest or Manifest.parse({})
+    notes += _file_notes(files.names(), ledger, index, tensors)
+    notes += _claim_notes(form, declared, made_by_beamq=data is not None)
+    notes += _tensor_notes(tensors, config)
+    manifest = Manifest.parse(data or {})
     return Inspection(
         checkpoint=name,
         format=form,
@@ -242,54 +131,129 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
         files=len(shards),
         tensors=len(tensors),
         tensor_bytes=sum(spec.nbytes for spec in tensors.values()),
-        parameters=sum(share.parameters for share in census.values()),
-        quantized_parameters=sum(share.quantized for share in census.values()),
-        roles=tuple(census[role].result(role) for role in Role if role in census),
-        recipe=_text((made.recipe or {}).get("name")),
-        made_by=f"beamq {made.version}" if made.version else _producer(raw, hf),
-        input_scales=_text(made.input_scales.get("description")),
-        versions=made.versions,
+        parameters=sum(share.parameters for share in roles),
+        quantized_parameters=sum(share.quantized_parameters for share in roles),
+        roles=roles,
+        recipe=_text((manifest.recipe or {}).get("name")),
+        made_by=f"beamq {manifest.version}" if manifest.version else _producer(raw, hf),
+        input_scales=_text(manifest.input_scales.get("description")),
+        versions=manifest.versions,
         notes=tuple(notes),
     )
 
 
-@dataclass(slots=True)
-class _Share:
-    tensors: int = 0
-    parameters: int = 0
-    quantized: int = 0
-    nbytes: int = 0
-    dtypes: Counter[str] = field(default_factory=Counter)
-
-    def result(self, role: Role) -> RoleShare:
-        return RoleShare(
-            role=role.value,
-            tensors=self.tensors,
-            parameters=self.parameters,
-            quantized_parameters=self.quantized,
-            nbytes=self.nbytes,
-            dtypes=tuple(dtype for dtype, _ in self.dtypes.most_common()),
-        )
-
-
-def _take_census(tensors: Mapping[str, TensorSpec]) -> dict[Role, _Share]:
-    census: dict[Role, _Share] = {}
+def _role_shares(tensors: Mapping[str, TensorSpec]) -> tuple[RoleShare, ...]:
+    by_role: dict[Role, list[TensorSpec]] = {}
     for spec in tensors.values():
-        share = census.setdefault(role_of(spec.name).role, _Share())
-        share.tensors += 1
-        share.nbytes += spec.nbytes
-        if is_scale(spec.name):
-            continue
-        # Two 4-bit codes share a byte; any other code dtype stands for one parameter each.
-        parameters = spec.numel * (2 if spec.dtype == "U8" else 1)
-        share.parameters += parameters
-        share.quantized += parameters if spec.dtype in CODE_DTYPES else 0
-        share.dtypes[spec.dtype] += parameters
-    return census
+        by_role.setdefault(role_of(spec.name).role, []).append(spec)
+    shares = []
+    for role in (role for role in Role if role in by_role):
+        parameters: Counter[str] = Counter()
+        for spec in by_role[role]:
+            if not is_scale(spec.name):
+                # Two 4-bit codes share a byte; other code dtypes hold one parameter each.
+                parameters[spec.dtype] += spec.numel * (2 if spec.dtype == "U8" else 1)
+        share = RoleShare(
+            role=role.value,
+            tensors=len(by_role[role]),
+            parameters=parameters.total(),
+            quantized_parameters=sum(parameters[dtype] for dtype in CODE_DTYPES),
+            nbytes=sum(spec.nbytes for spec in by_role[role]),
+            dtypes=tuple(dtype for dtype, _ in parameters.most_common()),
+        )
+        shares.append(share)
+    return tuple(shares)
+
+
+# --- notes: one sentence for each thing that is unusual -------------------------------------
+
+
+def _file_notes(
+    names: Sequence[str],
+    ledger: Ledger,
+    index: Mapping[str, Any] | None,
+    tensors: Mapping[str, TensorSpec],
+) -> Iterator[str]:
+    """Files (`names`) that are broken, missing or superfluous."""
+    for check in ledger.results("structure", with_source=False):
+        if check.status == "fail":
+            yield check.detail
+    entries = (index or {}).get("weight_map")
+    if isinstance(entries, dict):
+        stray = set(entries).symmetric_difference(tensors)
+        if stray:
+            some = counted(len(stray), "tensor")
+            yield f"index and shards disagree about {some}: {few(sorted(stray))}"
+        named = set(map(str, entries.values()))
+        unnamed = [n for n in names if n.endswith(".safetensors") and n not in named]
+        if unnamed:
+            yield f"shards that the index does not name: {few(unnamed)}"
+    pickles = [name for name in names if name.endswith(".bin")]
+    if pickles:
+        yield f"pickle files, which beamq never opens: {few(pickles)}"
+
+
+def _claim_notes(form: str, declared: str | None, *, made_by_beamq: bool) -> Iterator[str]:
+    """Where config or manifest and the tensors contradict each other."""
+    quantized = form in ("nvfp4", "fp8", "mixed", "other")
+    if declared and not quantized:
+        yield f"config claims {declared}, but no tensor is quantized"
+    if quantized and not declared:
+        yield f"tensors are {form}, but no config says so: loaders will misread them"
+    words = {"nvfp4": "NVFP4", "fp8": "float-quantized"}
+    if declared and form in words and words[form].lower() not in declared.lower():
+        yield f"tensors are {form}, config claims {declared}"
+    if quantized and not made_by_beamq:
+        yield f"no {MANIFEST_NAME}: not made by beamq, or unfinished"
+
+
+def _tensor_notes(tensors: Mapping[str, TensorSpec], config: BeamConfig | None) -> Iterator[str]:
+    """Tensors that are unusual for a Beam, missing, or of an unusual dtype."""
+    roles = {name: role_of(name) for name in tensors}
+    routers, heads, extra = [], [], []
+    expert_forms: dict[int, set[bool]] = {}  # layer -> whether experts are stored as codes
+    caches = [name for name in tensors if name.endswith((".k_scale", ".v_scale"))]
+    for name, role in roles.items():
+        codes, scale = tensors[name].dtype in CODE_DTYPES, is_scale(name)
+        if role.role in FP32_ROLES and tensors[name].dtype != "F32":
+            routers.append(name)
+        elif role.role in (Role.HEAD, Role.EMBEDDING) and (codes or scale):
+            heads.append(name)
+        elif role.role is Role.EXTRA and name not in caches:
+            extra.append(name)
+        elif role.role is Role.EXPERT and role.layer is not None and not scale:
+            expert_forms.setdefault(role.layer, set()).add(codes)
+    if routers:
+        dtypes = ", ".join(sorted({tensors[name].dtype for name in routers}))
+        some = counted(len(routers), "router tensor is", "router tensors are")
+        yield f"{some} {dtypes}, not F32: {few(routers)}"
+    if heads:
+        yield f"head or embeddings are quantized: {few(heads)}"
+    packed = {(role.layer, role.packed) for role in roles.values() if role.packed}
+    if packed:
+        yield "experts are packed in 3-D tensors"
+    if caches:
+        some = counted(len(caches), "KV-cache scale")
+        yield f"{some}, which SGLang's Beam refuses: {few(caches)}"
+    if extra:
+        some = counted(len(extra), "tensor that is", "tensors that are")
+        yield f"{some} not Beam's: {few(extra)}"
+    half = [f"model.layers.{n}" for n, forms in sorted(expert_forms.items()) if len(forms) > 1]
+    if half:
+        yield f"layers whose experts are quantized in part: {few(half)}"
+    modules = {role.module for role in roles.values()}
+    gone = [
+        role.name
+        for role, _ in (expected_tensors(config) if config is not None else ())
+        if role.module not in modules
+        and not (role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed)
+    ]
+    if gone:
+        yield f"{missing_tensors(len(gone))}: {few(gone)}"
 
 
 def _declared(raw: Mapping[str, Any], hf: Mapping[str, Any] | None) -> str | None:
-    """What the configs claim, in their own words."""
+    """The format that the config files claim, as they name it."""
     block = raw.get("quantization_config")
     if isinstance(block, dict):
         what = block.get("quant_algo") or block.get("format") or ""

@@ -1,12 +1,12 @@
-"""A sample of the linears, decoded again by the libraries whose layouts were written.
+"""A sample of the linears, decoded a second time by the libraries whose layouts were written.
 
 In: an opened checkpoint and its quantized linears. Out: findings under `values.second-opinion`.
 
-Everything else in `verify` rests on beamq's own idea of the format; if that were wrong (nibbles
-swapped, a scale inverted), writer and checker would agree with each other and with nobody else.
-So rows of a few linears go through NVIDIA Model-Optimizer's NVFP4 and compressed-tensors' FP8
-dequantizers, and must give the same values up to the last FP32 bits, where the order of two
-multiplications shows. Importing those libraries takes seconds; without them the check is skipped.
+Everything else in `verify` rests on beamq's own understanding of the format. If that were wrong
+(nibbles swapped, a scale inverted), writer and checker would agree with each other and with nobody
+else. So rows of a few linears go through NVIDIA Model-Optimizer's NVFP4 and compressed-tensors' FP8
+dequantizers. These must give the same values up to the last FP32 bits, which depend on the order of
+two multiplications. The check is skipped where the libraries are not installed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from beamq.eval.verify.against_source import read_rows
 from beamq.eval.verify.checks import NVFP4, Ledger
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
@@ -33,7 +34,7 @@ TOLERANCE = 2.0**-21  # relative: two FP32 roundings on their side, one on ours
 
 
 def choose_sample(linears: Sequence[Linear], count: int) -> list[Linear]:
-    """A fixed choice: each kind of projection once as far as `count` goes, then evenly spread."""
+    """A fixed choice: each kind of projection once while `count` allows, then evenly spread."""
     kinds: dict[tuple[str, str], Linear] = {}
     for linear in linears:
         kinds.setdefault((linear.role.role, linear.role.proj), linear)
@@ -50,10 +51,10 @@ def ask_second_opinion(
 ) -> None:
     """Decode `ROWS` rows of up to `count` linears twice and compare."""
     if count <= 0:
-        ledger.skip(CHECK, "a sample of 0 was asked for")
+        ledger.skip("a sample of 0 was requested", CHECK)
         return
     if not linears:
-        ledger.skip(CHECK, "no quantized linear is whole enough to decode")
+        ledger.skip("no quantized linear is complete enough to decode", CHECK)
         return
     fmt = linears[0].format  # a checkpoint of two formats fails elsewhere
     linears = [linear for linear in linears if linear.format == fmt]
@@ -63,27 +64,21 @@ def ask_second_opinion(
             warnings.simplefilter("ignore")  # these libraries warn about hardware at import
             decode = _modelopt_decoder() if fmt == NVFP4 else _compressed_tensors_decoder()
     except ImportError as fault:
-        ledger.skip(CHECK, f"{package} cannot be imported ({fault})")
+        ledger.skip(f"{package} cannot be imported ({fault})", CHECK)
         return
     unit = f"linears, by {package} {metadata.version(package)}"
     for linear in choose_sample(linears, count):
-        global_scale = _global_scale(checkpoint, linear)
-        if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
-            ledger.fault(CHECK, linear.module, f"cannot decode with weight_scale_2 {global_scale}")
+        scale = 1.0  # FP8 has no global scale
+        if fmt == NVFP4:
+            scale = struct.unpack("<f", checkpoint.read(f"{linear.module}.weight_scale_2"))[0]
+        if not SMALLEST_NORMAL <= scale <= LARGEST_GLOBAL:
+            reason = f"cannot be decoded, because weight_scale_2 is {scale}"
+            ledger.fault(CHECK, linear.module, reason)
             continue
-        ledger.examined(CHECK, 1, unit)
-        difference = _compare(checkpoint, linear, global_scale, decode)
+        ledger.examined(CHECK, unit=unit)
+        difference = _compare(checkpoint, linear, scale, decode)
         if difference:
             ledger.fault(CHECK, linear.module, f"{package} {difference}")
-
-
-def _global_scale(checkpoint: Checkpoint, linear: Linear) -> float:
-    """As stored, whatever that is; 1 for FP8, which has none."""
-    spec = linear.parts.get("weight_scale_2")
-    if spec is None:
-        return 1.0
-    stored: float = struct.unpack("<f", checkpoint.read(spec.name))[0]
-    return stored
 
 
 def _compare(
@@ -94,11 +89,11 @@ def _compare(
     n, k = linear.shape
     rows = min(n, ROWS)
     first = (n - rows) // 2
-    codes = _rows(checkpoint, linear, "weight", first, rows)
-    scales = _rows(checkpoint, linear, "weight_scale", first, rows)
+    codes = read_rows(checkpoint, linear.parts["weight"], first, rows)
+    scales = read_rows(checkpoint, linear.parts["weight_scale"], first, rows)
     ours_RK = torch.empty(rows, k, dtype=torch.float32)
     out = ours_RK.numpy().data
-    if "weight_scale_2" in linear.parts:
+    if linear.format == NVFP4:
         cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "F32")
         scales_t = torch.frombuffer(scales, dtype=torch.float8_e4m3fn).view(rows, k // 16)
         codes_t = torch.frombuffer(codes, dtype=torch.uint8).view(rows, k // 2)
@@ -111,18 +106,8 @@ def _compare(
     if bool(close_RK.all()):
         return None
     row, column = (int(i) for i in torch.nonzero(~close_RK)[0])
-    return (
-        f"decodes {theirs_RK[row, column].item():.6g} at [{first + row}, {column}], beamq"
-        f" {ours_RK[row, column].item():.6g}"
-    )
-
-
-def _rows(checkpoint: Checkpoint, linear: Linear, suffix: str, first: int, rows: int) -> bytearray:
-    spec = linear.parts[suffix]
-    line = spec.nbytes // linear.shape[0]
-    data = bytearray(rows * line)
-    checkpoint.read_into(spec, memoryview(data), first * line)
-    return data
+    theirs, ours = theirs_RK[row, column].item(), ours_RK[row, column].item()
+    return f"decodes {theirs:.6g} at [{first + row}, {column}], but beamq {ours:.6g}"
 
 
 def _modelopt_decoder() -> Decoder:

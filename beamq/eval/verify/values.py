@@ -1,13 +1,15 @@
-"""Read every byte of a checkpoint once: checksums, impossible values, and the source beside it.
+"""Read every byte of a checkpoint once: checksums, impossible values, and the source's values.
 
-In: an opened checkpoint, its `Inventory`, the checksums beamq.json lists and, if given, where each
-tensor lies in the source. Out: findings under `checksums.*`, `values.*` and `source.*`, and the
-quantization error of each role.
+In: an opened checkpoint, its `Inventory`, its manifest and, if there is a source, where each tensor
+lies in it. Out: findings under `checksums.tensors`, `values.*` and `source.*`, and the quantization
+error of each role.
 
-A work item is one linear with its scales, or one precise tensor; `readers` deals them out. Inside
-an item, pieces of about 1 MiB go from the page cache through checksum, scan and comparison while
-they are warm, so memory does not grow with a tensor. Every step releases the interpreter lock.
-torch is not needed.
+A work item is one quantized linear with its scales, or one tensor stored as it is; `Readers`
+shares the items out. Within an item, pieces of about 1 MiB pass through checksum, scan and
+comparison while they are in the CPU's cache, so memory does not grow with a tensor. Every step
+releases the interpreter lock. Outcomes are recorded in file order, whichever thread or rank they
+come from, so the order of faults and the last bits of the errors are always the same. torch is not
+needed.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -23,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole
-from beamq.eval.verify.checks import RoleError
+from beamq.eval.verify.checks import FP8, NVFP4, Ledger, RoleError
+from beamq.eval.verify.checksums import NOT_WRITTEN, Readers
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
@@ -32,11 +35,7 @@ from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange
 
-# What a full pass over a checkpoint has to look at, and what looking at one thing showed.
-#
-# In: an `Inventory` and where each tensor lies in the source. Out: `Item` records in file order
-# (one quantized linear with its scales, or one tensor stored as it is), and the `Outcome` of
-# each, small enough to be handed from rank to rank.
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Item:
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """Squared error and source, to be added up."""
+    """Sums of squares of the error and of the source, and the largest error."""
 
     error: float = 0.0
     source: float = 0.0
@@ -74,17 +73,18 @@ class Sums:
         """RMS of the error over RMS of the source; 0 for an all-zero source decoded to zeros."""
         return math.sqrt(self.error / self.source) if self.source else math.sqrt(self.error)
 
-    def add(self, found: cpu.BlockComparison, elements: int) -> None:
-        """Add one piece."""
-        self.error += found.sum_sq_error
-        self.source += found.sum_sq_source
-        self.worst = max(self.worst, found.max_abs_error)
-        self.elements += elements
+    def add(self, other: Sums) -> None:
+        """Add other elements. The order of calls shows in the last bits."""
+        self.error += other.error
+        self.source += other.source
+        self.worst = max(self.worst, other.worst)
+        self.elements += other.elements
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one item showed. `faults` are (check, where, detail); `examined` counts per check."""
+    """What one item showed; ranks exchange it. `faults` are (check, where, detail); `examined`
+    counts per check."""
 
     faults: list[tuple[str, str, str]] = field(default_factory=list)
     examined: dict[str, int] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Outcome:
     first_place: tuple[int, int] = (-1, -1)
 
     def fault(self, check: str, where: str, detail: str) -> None:
-        """File one fault."""
+        """Record one fault."""
         self.faults.append((check, where, detail))
 
     def compared(self, found: cpu.BlockComparison, row: int, rows: int, k: int) -> None:
@@ -103,39 +103,13 @@ class Outcome:
             down, column = divmod(found.first_out_of_bound, k)
             self.first_place = (row + down, column)
         self.out_of_bound += found.out_of_bound
-        self.sums.add(found, rows * k)
-
-
-@dataclass(slots=True)
-class RoleTotal:
-    """Sums over the linears of a role, and the worst of them."""
-
-    sums: Sums = field(default_factory=Sums)
-    linears: int = 0
-    worst: str = ""
-    worst_relative: float = -1.0
-
-    def add(self, module: str, found: Sums) -> None:
-        """Add one linear. The order of calls shows in the last bits."""
-        self.linears += 1
-        self.sums.error += found.error
-        self.sums.source += found.source
-        self.sums.worst = max(self.sums.worst, found.worst)
-        self.sums.elements += found.elements
-        key = (found.relative_rms, module)  # ties are broken by name
-        if key > (self.worst_relative, self.worst):
-            self.worst_relative, self.worst = key
-
-    def result(self, role: str) -> RoleError:
-        """The error of the role."""
-        return RoleError(
-            role=role,
-            linears=self.linears,
-            elements=self.sums.elements,
-            relative_rms=self.sums.relative_rms,
-            worst_linear=self.worst,
-            worst_relative_rms=self.worst_relative,
-            max_abs_error=self.sums.worst,
+        self.sums.add(
+            Sums(
+                error=found.sum_sq_error,
+                source=found.sum_sq_source,
+                worst=found.max_abs_error,
+                elements=rows * k,
+            )
         )
 
 
@@ -147,13 +121,11 @@ def plan_items(inventory: Inventory, sources: Mapping[str, SourceRange]) -> list
             items.append(_item(linear.role, linear.parts["weight"], sources, linear))
         else:
             # A linear whose parts do not fit each other is still read, part by part.
-            for spec in linear.parts.values():
-                own = sources if not linear.quantized else {}
-                items.append(_item(linear.role, spec, own))
-    items += [_item(role, spec, sources) for role, spec in inventory.precise]
-    extra = Role.EXTRA
+            own = {} if linear.quantized else sources
+            items += [_item(linear.role, spec, own) for spec in linear.parts.values()]
+    items += [_item(role, spec, sources) for role, spec in inventory.high_precision]
     for spec in inventory.unknown:
-        role = TensorRole(name=spec.name, role=extra, module=spec.name, proj="")
+        role = TensorRole(name=spec.name, role=Role.EXTRA, module=spec.name, proj="")
         items.append(_item(role, spec, sources))
     return sorted(items, key=lambda item: (item.spec.file, item.spec.offset))
 
@@ -167,45 +139,78 @@ def _item(
     source = sources.get(spec.name)
     shape = linear.shape if linear else spec.shape
     if source is not None and source.shape != shape:
-        source = None  # already a finding of the structure checks
+        source = None  # a finding of the structure checks
     return Item(role=role, spec=spec, linear=linear, source=source)
 
 
 def is_sound(linear: Linear) -> bool:
-    """Whether all parts of a quantized linear are there and fit each other."""
+    """Whether a quantized linear has all its parts and they fit each other."""
     wanted = quantized_tensors(linear.module, linear.format, *linear.shape)
-    if len(wanted) != len(linear.parts):
-        return False
-    for name, dtype, shape in wanted:
-        part = linear.parts.get(name.rpartition(".")[2])
-        if part is None or part.dtype != dtype or part.shape != shape:
-            return False
-    return True
+    found = [(spec.name, spec.dtype, spec.shape) for spec in linear.parts.values()]
+    return sorted(found) == sorted(wanted)
 
 
-# By which rule a checkpoint's NVFP4 codes were made: what `source.bound` then demands of them.
+def read_all(
+    examiner: Examiner, items: Sequence[Item], readers: Readers, ledger: Ledger
+) -> tuple[int, list[RoleError]]:
+    """Examine all items. Returns bytes read, by all ranks together, and the error by role."""
+    nbytes = 0
+    compared: dict[str, list[tuple[str, Sums]]] = {}
+    outcomes = readers.read(items, [item.nbytes for item in items], examiner.examine)
+    for item, outcome in zip(items, outcomes, strict=True):
+        nbytes += outcome.nbytes
+        for name, count in outcome.examined.items():
+            ledger.examined(name, count)
+        for name, where, detail in outcome.faults:
+            ledger.fault(name, where, detail)
+        if outcome.sums.elements:
+            role, module = item.role.role.value, item.role.module
+            compared.setdefault(role, []).append((module, outcome.sums))
+    formats = {item.linear.format for item in items if item.linear is not None}
+    if NVFP4 not in formats:
+        ledger.skip("no NVFP4 linears", "values.block-scales")
+    if FP8 not in formats:
+        ledger.skip("no FP8 linears", "values.row-scales", "values.codes")
+    return nbytes, [_role_error(role, linears) for role, linears in sorted(compared.items())]
+
+
+def _role_error(role: str, linears: Sequence[tuple[str, Sums]]) -> RoleError:
+    """The error over (module, sums) of a role's linears; of equally bad ones the last by name."""
+    total, worst = Sums(), (-1.0, "")
+    for module, sums in linears:
+        total.add(sums)
+        if (sums.relative_rms, module) > worst:
+            worst = (sums.relative_rms, module)
+    return RoleError(
+        role=role,
+        linears=len(linears),
+        elements=total.elements,
+        relative_rms=total.relative_rms,
+        worst_linear=worst[1],
+        worst_relative_rms=worst[0],
+        max_abs_error=total.worst,
+    )
+
+
+# --- bounds of NVFP4 ------------------------------------------------------------------------
+# What `source.bound` demands of NVFP4 codes depends on the rule by which they were made:
 #
-# In: beamq.json, if there is one; for `gptq` also source rows and what was made of them. Out: a
-# rule's name, and rows that are further from the source than the rule takes them.
+#     max      Every code is the nearest for its stored scale, and nothing is clipped, because the
+#              scale is the one that the block's largest value calls for.
+#     sweep    Every code is the nearest for its stored scale, a value beyond the grid has the code
+#              at its end, and the scale is one of the 16 that the sweep tries.
+#     gptq     Each row's error is at most half of its own norm, and a linear's at most a quarter.
+#              GPTQ moves each value by the rounding errors of others, so no element alone can be
+#              judged. The largest errors seen on trained models are 0.10 (linears) and 0.17 (rows);
+#              a row of another linear gives 1.4. Values too small for the smallest scale are free.
+#              This rule also applies where no recipe is known: another tool may choose any scale.
 #
-#     max      every code is the nearest for its stored scale, and nothing is clipped: a scale is
-# what
-#              the block's largest value calls for. Also demanded where no recipe is known
-#     sweep    every code is the nearest for its stored scale, values beyond the grid have its end,
-#              and the scale is one of the 16 that the sweep tries
-#     gptq     each row's error is at most half its own size, and a linear's at most a quarter. GPTQ
-#              moves each value by what others' rounding costs, so no element alone can be judged;
-#              errors of 0.10 (linears) and 0.17 (rows) are the largest seen on trained models, and
-#              another row in its place gives 1.4. Values too small for the smallest scale are free.
-#              Also held where no recipe is known: another tool may have chosen its scales anyhow
-#
-# By any of them an exchanged expert, a moved row or a wrong scale is out of bound. What stays in
-# bound (another candidate's scale with the codes that go with it) is caught by checksums alone, as
-# is any flipped bit.
+# An exchanged expert, a moved row or a wrong scale is out of bound by any of them. Checksums alone
+# find another candidate scale with the codes that belong to it, or under `gptq` a flipped bit.
 
 ROW_BOUND = 0.5
 LINEAR_BOUND = 0.25
-SMALLEST_SCALE = 2.0**-9  # a block scale is never less; what is far below it becomes 0
+SMALLEST_SCALE = 2.0**-9  # the smallest block scale; values far below it become 0
 
 
 def rounding_rule(manifest: Manifest | None, role: Role) -> str:
@@ -214,15 +219,13 @@ def rounding_rule(manifest: Manifest | None, role: Role) -> str:
     `gptq`, the loosest, where it names none. GPTQ rounds experts only.
     """
     recipe = None if manifest is None else manifest.recipe
-    if recipe is None:
-        return "gptq"
-    if recipe.get("rounding") == "gptq" and role is Role.EXPERT:
+    if recipe is None or (recipe.get("rounding") == "gptq" and role is Role.EXPERT):
         return "gptq"
     return "sweep" if recipe.get("scales") == "sweep" else "max"
 
 
 class Nvfp4Bound:
-    """Holds one linear against the source by a rule, some rows after others; `k` values a row."""
+    """Compares the rows of one linear with the source by a rule, in order; `k` values a row."""
 
     def __init__(self, rule: str, k: int, global_scale: float) -> None:
         self._rule = rule
@@ -236,7 +239,7 @@ class Nvfp4Bound:
     def compare(
         self, source: memoryview, dtype: str, codes: memoryview, scales: memoryview
     ) -> cpu.BlockComparison:
-        """The next rows. Under `gptq` no element is out of bound; `fault` speaks of rows."""
+        """The next rows. Under `gptq` no element is out of bound; `fault` judges rows."""
         swept = self._rule != "max"
         found = cpu.nvfp4_compare(source, dtype, codes, scales, self._k, self._scale, swept=swept)
         if self._rule != "gptq":
@@ -258,7 +261,7 @@ class Nvfp4Bound:
         exact_NK = np.frombuffer(source, "<f4").reshape(shape)
         error_N, source_N = _squares(decoded - exact_NK), _squares(exact_NK)
         free = self._k * (SMALLEST_SCALE * self._scale) ** 2
-        # Not "beyond the bound": a NaN is beyond none.
+        # Not "error > bound": a NaN compares as false.
         far_N = ~(error_N <= ROW_BOUND**2 * source_N + free)
         if far_N.any() and self._first < 0:
             self._first = self._rows + int(far_N.argmax())
@@ -272,26 +275,26 @@ class Nvfp4Bound:
         """What is wrong with the linear as a whole, if anything; only under `gptq`."""
         if self._far:
             return (
-                f"{self._far} of {self._rows} rows are further from the source than GPTQ takes"
-                f" them, first row {self._first}"
+                f"{self._far} of {self._rows} rows differ from the source by more than {ROW_BOUND}"
+                f" of their norm, the first is row {self._first}"
             )
         if not self._error <= LINEAR_BOUND**2 * self._source + self._free:
             relative = (self._error / self._source) ** 0.5 if self._source else float("inf")
-            return f"its relative error is {relative:.3f}; GPTQ stays below {LINEAR_BOUND}"
+            return f"the relative error is {relative:.3f}, expected at most {LINEAR_BOUND}"
         return None
 
 
 def _squares(x_NK: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Sum over each row."""
+    """Sum of squares over each row."""
     sums_N: NDArray[np.float64] = np.einsum("nk,nk->n", x_NK, x_NK).astype(np.float64)
     return sums_N
 
 
-PIECE_BYTES = 1 << 20
+# --- reading --------------------------------------------------------------------------------
 
 
 class Readable(Protocol):
-    """What values are read from: a checkpoint, or what one decodes to."""
+    """Where values are read from: a checkpoint, or what one decodes to."""
 
     def read_into(self, spec: TensorSpec, out: memoryview, start: int = 0) -> None:
         """Fill `out` with a tensor's bytes from `start`."""
@@ -304,38 +307,39 @@ class Examiner:
         self,
         checkpoint: Checkpoint,
         source: Readable | None,
-        checksums: Mapping[str, str],
-        algorithm: str,
-        manifest: Manifest | None = None,
+        manifest: Manifest | None,
+        checksums: Manifest | None,
     ) -> None:
-        """`manifest` (beamq.json) tells by which rule codes were made (see `rounding`)."""
+        """`manifest` names the rounding rule. `checksums` is the same if they can be compared."""
         self._checkpoint = checkpoint
         self._source = source
-        self._checksums = checksums
-        self._algorithm = algorithm
         self._manifest = manifest
+        self._checksums = {} if checksums is None else checksums.tensors
+        self._algorithm = "" if checksums is None else checksums.algorithm
         self._buffers = threading.local()
 
     def examine(self, item: Item) -> Outcome:
         """Read one item. Raises `CheckpointError` when a file cannot be read."""
         outcome = Outcome()
         if item.linear is None:
-            self._precise(item, outcome)
-        elif "weight_scale_2" in item.linear.parts:
+            self._unquantized(item, outcome)
+        elif item.linear.format == NVFP4:
             self._nvfp4(item, item.linear, outcome)
         else:
             self._fp8(item, item.linear, outcome)
+        if outcome.sums.elements:
+            outcome.examined["source.bound"] = outcome.sums.elements
+        if outcome.out_of_bound:
+            outcome.fault(
+                "source.bound",
+                item.role.module,
+                f"{outcome.out_of_bound} of {outcome.sums.elements} elements are not rounded to the"
+                f" nearest code, the first is at {list(outcome.first_place)}",
+            )
         return outcome
 
-    def _hold(self, name: str, digest: str, outcome: Outcome) -> None:
-        """Against the checksum that beamq.json lists."""
-        check = "checksums.tensors"
-        outcome.examined[check] = outcome.examined.get(check, 0) + 1
-        if digest != self._checksums[name]:
-            outcome.fault(check, name, "its bytes are not those that were written")
-
     def _buffer(self, name: str, nbytes: int) -> memoryview:
-        """A reusable buffer of this thread's."""
+        """A reusable buffer of this thread."""
         buffers: dict[str, bytearray] = self._buffers.__dict__
         if len(buffers.get(name, b"")) < nbytes:
             buffers[name] = bytearray(nbytes)
@@ -344,10 +348,11 @@ class Examiner:
     def _pieces(
         self, spec: TensorSpec, unit: int, outcome: Outcome, slot: str
     ) -> Iterator[tuple[int, memoryview]]:
-        """(start, bytes) of a tensor in whole units, adding up its checksum on the way."""
+        """(start, bytes) of a tensor in whole units of `unit` bytes; at the end its checksum is
+        compared with the one in beamq.json."""
         size = max(PIECE_BYTES // unit, 1) * unit
-        listed = spec.name in self._checksums
-        checksum = new_checksum(self._algorithm) if listed else None
+        listed = self._checksums.get(spec.name)
+        checksum = None if listed is None else new_checksum(self._algorithm)
         for start in range(0, spec.nbytes, size):
             view = self._buffer(slot, min(size, spec.nbytes - start))
             self._checkpoint.read_into(spec, view, start)
@@ -356,71 +361,72 @@ class Examiner:
                 checksum.update(view)
             yield start, view
         if checksum is not None:
-            self._hold(spec.name, checksum.hexdigest(), outcome)
+            check = "checksums.tensors"
+            outcome.examined[check] = outcome.examined.get(check, 0) + 1
+            if checksum.hexdigest() != listed:
+                outcome.fault(check, spec.name, NOT_WRITTEN)
 
     def _whole(self, spec: TensorSpec, outcome: Outcome, slot: str) -> memoryview:
         """All of a small tensor."""
-        view = self._buffer(slot, spec.nbytes)
-        self._checkpoint.read_into(spec, view)
-        outcome.nbytes += view.nbytes
-        if spec.name in self._checksums:
-            checksum = new_checksum(self._algorithm)
-            checksum.update(view)
-            self._hold(spec.name, checksum.hexdigest(), outcome)
+        ((_, view),) = self._pieces(spec, spec.nbytes, outcome, slot)
         return view
 
     def _read_source(
         self, source: SourceRange, start: int, nbytes: int, out: Outcome
     ) -> memoryview:
-        if self._source is None:
-            raise ValueError("no source is open")
+        assert self._source is not None
         view = self._buffer("source", nbytes)
         self._source.read_into(source.spec, view, source.start + start)
         out.nbytes += nbytes
         return view
 
+    def _rows(
+        self, linear: Linear, source: SourceRange | None, outcome: Outcome
+    ) -> Iterator[tuple[int, int, memoryview, memoryview]]:
+        """(first row, number of rows, their codes, their values in the source if there is one)."""
+        weight, (n, k) = linear.parts["weight"], linear.shape
+        line = weight.nbytes // n
+        for start, codes in self._pieces(weight, line, outcome, "codes"):
+            row, rows = start // line, codes.nbytes // line
+            values = memoryview(b"")
+            if source is not None:
+                wide = k * ITEMSIZE[source.spec.dtype]
+                values = self._read_source(source, row * wide, rows * wide, outcome)
+            yield row, rows, codes, values
+
     def _nvfp4(self, item: Item, linear: Linear, outcome: Outcome) -> None:
-        k = linear.shape[1]
-        parts = linear.parts
-        scalar = bytes(self._whole(parts["weight_scale_2"], outcome, "scalar"))
+        k, parts, source = linear.shape[1], linear.parts, item.source
+        scalar = self._whole(parts["weight_scale_2"], outcome, "scalar")
         global_scale: float = struct.unpack("<f", scalar)[0]
         self._whole(parts["input_scale"], outcome, "scalar")
         scales = self._whole(parts["weight_scale"], outcome, "scales")
         outcome.examined["values.block-scales"] = scales.nbytes
         scan = cpu.scan_e4m3_scales(scales)
         if scan.first >= 0:
-            row, column = divmod(scan.first, k // 16)
+            where = list(divmod(scan.first, k // 16))
             outcome.fault(
                 "values.block-scales",
                 parts["weight_scale"].name,
-                f"{scan.nan} NaN, {scan.zero} zero, {scan.negative} negative,"
-                f" first at [{row}, {column}]",
+                f"{scan.nan} are NaN, {scan.zero} zero, {scan.negative} negative, the first is at"
+                f" {where}",
             )
-        usable = SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL
-        if item.source is not None and not usable:
+        if source is not None and not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
             outcome.examined["source.bound"] = 1
-            outcome.fault(
-                "source.bound",
-                linear.module,
-                f"nothing can be decoded with the weight_scale_2 {global_scale}",
-            )
+            reason = f"cannot be decoded, because weight_scale_2 is {global_scale}"
+            outcome.fault("source.bound", linear.module, reason)
+            source = None
         bound = Nvfp4Bound(rounding_rule(self._manifest, item.role.role), k, global_scale)
-        for start, codes in self._pieces(parts["weight"], k // 2, outcome, "codes"):
-            if item.source is None or not usable:
-                continue
-            row, rows = start * 2 // k, codes.nbytes * 2 // k
-            line = k * ITEMSIZE[item.source.spec.dtype]
-            values = self._read_source(item.source, row * line, rows * line, outcome)
-            block_scales = scales[row * k // 16 : (row + rows) * k // 16]
-            found = bound.compare(values, item.source.spec.dtype, codes, block_scales)
-            outcome.compared(found, row, rows, k)
-        _bound_fault(linear.module, outcome)
+        for row, rows, codes, values in self._rows(linear, source, outcome):
+            if source is not None:
+                block_scales = scales[row * k // 16 : (row + rows) * k // 16]
+                found = bound.compare(values, source.spec.dtype, codes, block_scales)
+                outcome.compared(found, row, rows, k)
         fault = bound.fault()
         if fault is not None:
             outcome.fault("source.bound", linear.module, fault)
 
     def _fp8(self, item: Item, linear: Linear, outcome: Outcome) -> None:
-        k = linear.shape[1]
+        k, source = linear.shape[1], item.source
         scales = self._whole(linear.parts["weight_scale"], outcome, "scales")
         outcome.examined["values.row-scales"] = linear.shape[0]
         values_N = np.frombuffer(scales, dtype="<f4")
@@ -430,30 +436,26 @@ class Examiner:
             outcome.fault(
                 "values.row-scales",
                 linear.parts["weight_scale"].name,
-                f"{int((~good_N).sum())} of {good_N.size} unusable,"
-                f" first {values_N[row]} in row {row}",
+                f"{int((~good_N).sum())} of {good_N.size} cannot be used, the first is"
+                f" {values_N[row]} in row {row}",
             )
         nan, first_nan = 0, -1
-        for start, codes in self._pieces(linear.parts["weight"], k, outcome, "codes"):
+        for row, rows, codes, values in self._rows(linear, source, outcome):
             bad = fp8_nan(codes)
             if bad.size:
-                first_nan = first_nan if nan else start + int(bad[0])
+                first_nan = first_nan if nan else row * k + int(bad[0])
                 nan += bad.size
-            if item.source is None:
-                continue
-            row, rows = start // k, codes.nbytes // k
-            line = k * ITEMSIZE[item.source.spec.dtype]
-            source = self._read_source(item.source, row * line, rows * line, outcome)
-            row_scales = scales[row * 4 : (row + rows) * 4]
-            found = cpu.fp8_compare(source, item.source.spec.dtype, codes, row_scales, k)
-            outcome.compared(found, row, rows, k)
+            if source is not None:
+                row_scales = scales[row * 4 : (row + rows) * 4]
+                found = cpu.fp8_compare(values, source.spec.dtype, codes, row_scales, k)
+                outcome.compared(found, row, rows, k)
         outcome.examined["values.codes"] = linear.parts["weight"].nbytes
         if nan:
             where = list(divmod(first_nan, k))
-            outcome.fault("values.codes", item.spec.name, f"{nan} NaN codes, first at {where}")
-        _bound_fault(linear.module, outcome)
+            reason = f"{nan} codes are NaN, the first is at {where}"
+            outcome.fault("values.codes", item.spec.name, reason)
 
-    def _precise(self, item: Item, outcome: Outcome) -> None:
+    def _unquantized(self, item: Item, outcome: Outcome) -> None:
         spec, source = item.spec, item.source
         size = ITEMSIZE[spec.dtype]
         floats = spec.dtype in FLOAT_SOURCES
@@ -470,21 +472,19 @@ class Examiner:
         if floats:
             outcome.examined["values.finite"] = 1
         if nonfinite:
-            outcome.fault(
-                "values.finite", spec.name, f"{nonfinite} NaN or infinite, first at flat {first}"
-            )
+            reason = f"{nonfinite} values are NaN or infinite, the first at flat index {first}"
+            outcome.fault("values.finite", spec.name, reason)
         if source is not None:
             check = "source.router" if item.role.role in FP32_ROLES else "source.copied"
             outcome.examined[check] = 1
             if different is not None:
-                outcome.fault(
-                    check, spec.name, f"differs from the source, first at flat index {different}"
-                )
+                reason = f"differs from the source, first at flat index {different}"
+                outcome.fault(check, spec.name, reason)
 
     def _difference(
         self, source: SourceRange, spec: TensorSpec, start: int, view: memoryview, out: Outcome
     ) -> int | None:
-        """Index of the first element unlike the source's, cast the one way that is allowed."""
+        """Index of the first element that differs from the source's, after the one allowed cast."""
         size = ITEMSIZE[spec.dtype]
         count = view.nbytes // size
         dtype = source.spec.dtype
@@ -498,18 +498,6 @@ class Examiner:
             values = cast
         position = cpu.equal(view, values)
         return None if position < 0 else (start + position) // size
-
-
-def _bound_fault(module: str, outcome: Outcome) -> None:
-    if outcome.sums.elements:
-        outcome.examined["source.bound"] = outcome.sums.elements
-    if outcome.out_of_bound:
-        outcome.fault(
-            "source.bound",
-            module,
-            f"{outcome.out_of_bound} of {outcome.sums.elements} elements are not what rounding to"
-            f" nearest gives, first at {list(outcome.first_place)}",
-        )
 
 
 def fp8_nan(codes: memoryview) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

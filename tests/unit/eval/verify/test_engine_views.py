@@ -288,9 +288,11 @@ def test_tied_embeddings_are_refused_by_vllm() -> None:
     assert (vllm.faults[0].kind, sglang.faults) == ("NotImplementedError", ())
 
 
-def test_views_expand_to_checkpoint_modules() -> None:
+def test_every_stored_module_is_asked_about() -> None:
     for view in views(modelopt(BASE)).values():
-        modules = view.modules()
+        modules = {
+            module: view.quantized[site.prefix] for site in view.sites for module in site.stored
+        }
         assert set(modules) >= set(stored(ALL_ROLES)) - {"model.embed_tokens"}
         assert modules["model.layers.0.self_attn.gate_proj"]
         assert not modules["lm_head"]
