@@ -2,15 +2,15 @@
 
     BeamqError                     exit
     ├── CheckFailed                 1   a verification found something wrong
-    ├── UsageError                  2   the request itself makes no sense
-    ├── InputError                  3   something the user gave us is bad
+    ├── UsageError                  2   options contradict each other or are incomplete
+    ├── InputError                  3   something that the user gave is at fault
     │   ├── CheckpointError             a checkpoint's files, headers or index
-    │   ├── ConfigError                 config.json says something Beam cannot be
-    │   ├── TensorError                 a tensor is missing, mis-shaped, mis-typed or not finite
+    │   ├── ConfigError                 config.json is not that of a Beam
+    │   ├── TensorError                 a tensor is missing, or its shape, dtype or values are wrong
     │   ├── AlreadyQuantizedError       the source is not a high-precision checkpoint
     │   ├── RecipeError                 a recipe or pattern
     │   ├── CalibrationError            calibration data or a statistics file
-    │   ├── HubError                    a repository is missing, gated, or refuses us
+    │   ├── HubError                    a repository is missing, gated, or refuses access
     │   └── ResumeError                 the output belongs to another run
     ├── EnvironmentFault            4   the machine: disk, memory, devices, packages
     │   ├── DiskError
@@ -21,9 +21,9 @@
     │   └── MissingDependencyError
     └── Interrupted               130   Ctrl-C or SIGTERM; the run can be resumed
 
-A message says what is wrong, where, what was expected and what to do, in one or two lines.
-The command line catches `BeamqError` once and turns `exit_code` into the process's status;
-anything else that escapes is a defect of beamq's.
+A message says what is wrong, where, what was expected and what to do, in one or two lines. The
+command line catches `BeamqError` once and exits with its `exit_code`; any other exception that
+escapes is a defect of beamq.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import ClassVar
 
 
 def printable(text: str, limit: int = 300) -> str:
-    """`text` on one line, at most about `limit` characters, with escapes for what is no print."""
+    """`text` on one line of about `limit` characters at most; what is not printable is escaped."""
     shown = text if len(text) <= limit else text[:limit] + "..."
     if shown.isprintable():
         return shown
@@ -40,13 +40,12 @@ def printable(text: str, limit: int = 300) -> str:
 
 
 def shown_value(value: object, limit: int = 80) -> str:
-    """A value of a config for a message, at most `limit` characters: text in quotes, numbers and
-    all else bare."""
+    """A config's value for a message, at most `limit` characters; only text is in quotes."""
     return repr(value[:limit]) if isinstance(value, str) else str(value)[:limit]
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
-    """`1 tensor`, `1,152 tensors`; `things` is a plural that is more than an s, or goes on."""
+    """`1 tensor`, `1,152 tensors`; `things` is the plural, where it is not `thing` and an s."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 
 
@@ -56,13 +55,13 @@ MAX_MESSAGE = 2000
 class BeamqError(Exception):
     """Base of every error raised on purpose. `str(error)` is ready to be shown.
 
-    Names in messages come from files of strangers: what is not printable is escaped, so that no
-    message can steer a terminal, forge a second line or run on for ever.
+    Messages contain names from untrusted files. What is not printable is escaped and the length is
+    bounded, so that no message can control a terminal or forge a second line.
     """
 
     exit_code: ClassVar[int] = 1
     remedy: ClassVar[str] = "Run with `--debug` and report it."
-    reported_by_rank_0: bool = False  # of several ranks, the first one tells this as well
+    reported_by_rank_0: bool = False  # so that other ranks stay silent
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message, MAX_MESSAGE))
@@ -71,47 +70,43 @@ class BeamqError(Exception):
 class CheckFailed(BeamqError):
     """A verification ran to its end and found at least one fault."""
 
-    remedy = "Read which checks failed and where; convert again, or restore the damaged file."
+    remedy = "See which checks failed and where; convert again, or restore the damaged file."
 
 
 class UsageError(BeamqError):
-    """Options that contradict each other, or lack something a command needs."""
+    """Options contradict each other, or lack something that the command needs."""
 
     exit_code = 2
     remedy = "Change the options as the message says; `beamq COMMAND --help` lists them."
 
 
 class InputError(BeamqError):
-    """The user's input is at fault; nothing was changed."""
+    """The user's input is at fault."""
 
     exit_code = 3
-    remedy = "See the message; nothing of the source was changed."
+    remedy = "See the message. The source was not changed."
 
 
 class CheckpointError(InputError):
-    """A checkpoint's files, safetensors headers or index are missing, broken or hostile."""
+    """A checkpoint's files, safetensors headers or index are missing or damaged."""
 
     remedy = "Finish or repeat the download, or repair the file that is named."
 
 
 class ConfigError(InputError):
-    """`config.json` is unreadable, not Beam's, or contradicts itself."""
+    """`config.json` is unreadable, is not that of a Beam, or contradicts itself."""
 
-    remedy = (
-        "Correct the key that is named, or restore config.json from the model's own repository."
-    )
+    remedy = "Correct the named key, or restore config.json from the model's own repository."
 
 
 class TensorError(InputError):
-    """A tensor is missing, unexpected, mis-shaped, mis-typed or holds non-finite values."""
+    """A tensor is missing or unexpected, or its shape, dtype or values are wrong."""
 
-    remedy = (
-        "Repair the source, or make config.json and tensors fit each other; the tensor is named."
-    )
+    remedy = "Repair the named tensor, or make config.json agree with the tensors."
 
 
 class AlreadyQuantizedError(InputError):
-    """The source is quantized already; quantizing twice would lose precision unseen."""
+    """The source is already quantized; quantizing it again would lose precision unnoticed."""
 
     remedy = "Use the high-precision original, or `beamq dequantize` the folder first."
 
@@ -119,77 +114,74 @@ class AlreadyQuantizedError(InputError):
 class RecipeError(InputError):
     """A recipe is unknown, has unknown keys, or a pattern matches nothing."""
 
-    remedy = "Correct the key or pattern that is named; `beamq plan` shows what a pattern matches."
+    remedy = "Correct the named key or pattern; `beamq plan` shows what a pattern matches."
 
 
 class CalibrationError(InputError):
     """Calibration data or a statistics file does not fit the model."""
 
-    remedy = "Give other data or statistics of this very model; see what the message expects."
+    remedy = "Give other data, or statistics of this model; the message says what is expected."
 
 
 class HubError(InputError):
-    """A Hub repository or revision does not exist, is gated, or its server refuses the request."""
+    """A Hub repository or revision does not exist, is gated, or the server refuses access."""
 
-    remedy = "Check the id and revision, ask for access, or log in with `hf auth login`."
+    remedy = "Check the id and revision, request access, or log in with `hf auth login`."
 
 
 class ResumeError(InputError):
     """An output folder holds something that this run did not make."""
 
-    remedy = "Run it as it was begun, choose another output, or start again with `--overwrite`."
+    remedy = "Use the options of the first run, another output, or `--overwrite`."
 
 
 class EnvironmentFault(BeamqError):
-    """The machine, not the input, is at fault."""
+    """The machine is at fault, not the input."""
 
     exit_code = 4
     remedy = "See the message: a disk, a device, or another rank of the same run."
 
 
 class DiskError(EnvironmentFault):
-    """No space, a failing device, a read-only folder, a file-size limit."""
+    """The disk is full, fails or is read-only, or a file-size limit is reached."""
 
     remedy = (
-        "Free space, check the device or its permissions, then run again, with `--resume` where the"
-        " command has it."
+        "Free space or check the disk and permissions; run again, with `--resume` if available."
     )
 
 
 class MemoryBudgetError(EnvironmentFault):
-    """The smallest unit of work does not fit the memory allowed."""
+    """The smallest unit of work does not fit the allowed memory."""
 
-    remedy = "Allow more with `--max-host-memory`, use fewer `--workers`, or a larger machine."
+    remedy = "Raise `--max-host-memory`, use fewer `--workers`, or use a larger machine."
 
 
 class DeviceError(EnvironmentFault):
-    """A requested device is absent or failed."""
+    """A requested device does not exist or failed."""
 
-    remedy = "Choose another `--device`; `beamq doctor` tells what there is."
+    remedy = "Choose another `--device`; `beamq doctor` lists the devices."
 
 
 class OutputBusyError(EnvironmentFault):
     """Another process is writing the same output."""
 
-    remedy = "Wait for the other run, or choose another output."
+    remedy = "Wait until the other run ends, or choose another output."
 
 
 class HubUnreachableError(EnvironmentFault):
-    """The Hub cannot be asked: offline mode, no token, no network, or it keeps failing."""
+    """The Hub cannot be reached: offline mode, no token, no network, or repeated failures."""
 
-    remedy = (
-        "Check the network, `HF_ENDPOINT` and `HF_HUB_OFFLINE`; then run again with `--resume`."
-    )
+    remedy = "Check the network, `HF_ENDPOINT` and `HF_HUB_OFFLINE`; run again with `--resume`."
 
 
 class MissingDependencyError(EnvironmentFault):
-    """An optional package is needed for this command and is not installed."""
+    """The command needs an optional package that is not installed."""
 
-    remedy = "Install the package that is named; `beamq doctor` lists them all."
+    remedy = "Install the named package; `beamq doctor` lists all packages."
 
 
 class Interrupted(BeamqError):
-    """The user stopped the run; what is durable is kept."""
+    """The user stopped the run; finished shards are kept."""
 
     exit_code = 130
     remedy = "Run the same command with `--resume`."

@@ -1,7 +1,11 @@
-"""Which process am I, and how do processes meet: one, or several started by torchrun.
+"""The processes of a run: one, or several started by torchrun, and how they wait for each other.
 
-Work is divided by the plan alone, so ranks need only a barrier and each other's failures. With
-one process nothing is imported.
+Work is divided by the plan alone, so ranks need only a barrier and each other's failures. With one
+process nothing of torch is imported.
+
+Ranks meet at MASTER_ADDR and MASTER_PORT, as torchrun sets them. torch waits in C++, where no
+signal is heard, and for as long as a collective may take; so it waits in a thread, which the main
+thread polls. A thread that is given up ends with the process.
 """
 
 from __future__ import annotations
@@ -20,25 +24,25 @@ from typing import Any
 
 from beamq.errors import BeamqError, EnvironmentFault, Interrupted, UsageError, shown_value
 
-# Where the processes of a run meet, and how they wait for each other there.
-#
-# The place is MASTER_ADDR and MASTER_PORT, as torchrun sets them. torch waits in C++, where no
-# signal is heard, and for as long as the group's collectives may take; so it does that in a
-# thread, and the main thread waits for the thread in short turns. A thread that is given up ends
-# with the process.
-
 LAST_PORT = 65535
 MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
-NOTICE_SECONDS, PATIENCE_SECONDS = 15.0, 600.0  # a silent wait; all of the wait for a start
+NOTICE_SECONDS = 15.0  # of waiting before a message
+PATIENCE_SECONDS = 600.0  # for the other processes to start
+LOST = (
+    "another process of this run was lost; start all of them again (quantize, calibrate and"
+    " dequantize resume with --resume)"
+)
 _TURN_SECONDS = 0.2
 _LOG = logging.getLogger("beamq")
+# In what gloo, NCCL and torch's store say when a peer has gone. gloo has no class of its own.
+_BETWEEN_RANKS = re.compile("gloo|nccl|c10d|connection|socket|timed out|process group", re.I)
 
 
 def enter_group(world: int) -> None:
-    """Enter the process group: gloo for what lies on the host, NCCL for what lies on GPUs.
+    """Enter the process group: gloo for what is on the host, NCCL for what is on GPUs.
 
-    Says what it waits for after `NOTICE_SECONDS`. Raises `EnvironmentFault` where the host is not
-    known, where the processes cannot meet, and where one has not come in `PATIENCE_SECONDS`.
+    Says what it waits for after `NOTICE_SECONDS`. Raises `EnvironmentFault` where the host cannot
+    be resolved, where the processes cannot meet, and where one has not come in `PATIENCE_SECONDS`.
     """
     import torch
     import torch.distributed as dist
@@ -52,23 +56,29 @@ def enter_group(world: int) -> None:
             device = torch.cuda.current_device()  # each thread has its own
 
     def enter() -> None:
-        _resolve(host)
+        try:
+            socket.getaddrinfo(host, None)
+        except (OSError, UnicodeError) as fault:
+            raise EnvironmentFault(
+                f"MASTER_ADDR {shown_value(host)} cannot be resolved; give the address of the first"
+                " process's machine, or a name that resolves on all machines"
+            ) from fault
         if device is not None:
             torch.cuda.set_device(device)
         try:
             dist.init_process_group(backend, timeout=MEETING_TIMEOUT)
         except RuntimeError as fault:
             taken = "EADDRINUSE" in str(fault) or "already in use" in str(fault)
-            reason = "another process has that port" if taken else "see that both are right"
+            reason = "another process has that port" if taken else "check that both are right"
             raise EnvironmentFault(
                 f"the {world} processes of this run cannot meet at {where}: {reason}"
             ) from fault
 
-    _in_turns(enter, f"{world} processes at {where}")
+    _in_thread(enter, f"{world} processes at {where}")
 
 
-def _in_turns(step: Callable[[], None], awaited: str) -> None:
-    """Run `step` in a thread; meanwhile hear signals. Raises what it raises."""
+def _in_thread(step: Callable[[], None], awaited: str) -> None:
+    """Run `step` in a thread and handle signals meanwhile. Raises what it raises."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -78,31 +88,21 @@ def _in_turns(step: Callable[[], None], awaited: str) -> None:
             raised.append(fault)
 
     thread = threading.Thread(target=run, name="rendezvous", daemon=True)
-    begun, told = time.monotonic(), False
+    begun, noticed = time.monotonic(), False
     thread.start()
     while thread.is_alive():
         thread.join(_TURN_SECONDS)
         waited = time.monotonic() - begun
         if waited > PATIENCE_SECONDS and thread.is_alive():
             raise EnvironmentFault(
-                f"waited {PATIENCE_SECONDS / 60:.0f} minutes for {awaited}: not all came; start"
-                " them all, with the same address and port"
+                f"waited {PATIENCE_SECONDS / 60:.0f} minutes for {awaited}: some did not come;"
+                " start all of them, with the same address and port"
             )
-        if waited > NOTICE_SECONDS and not told and thread.is_alive():
-            told = True
+        if waited > NOTICE_SECONDS and not noticed and thread.is_alive():
+            noticed = True
             _LOG.warning("waiting for %s ...", awaited)
     if raised:
         raise raised[0]
-
-
-def _resolve(host: str) -> None:
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError) as fault:
-        raise EnvironmentFault(
-            f"MASTER_ADDR {shown_value(host)} is no host that this machine knows; give the first"
-            " process's machine by a name that resolves, or by its address"
-        ) from fault
 
 
 def meeting_place() -> tuple[str, int]:
@@ -125,14 +125,6 @@ def int_or_none(text: str) -> int | None:
         return None
 
 
-LOST = (
-    "another process of this run was lost; start all again (quantize, calibrate and dequantize go"
-    " on with --resume)"
-)
-# What gloo, NCCL and torch's store call it when a peer has gone. gloo has no class of its own.
-_BETWEEN_RANKS = re.compile("gloo|nccl|c10d|connection|socket|timed out|process group", re.I)
-
-
 @dataclass(slots=True, kw_only=True)
 class Ranks:
     """This process among `world` of them. `broken` once the ranks can no longer meet."""
@@ -143,7 +135,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process speaks and finalises."""
+        """Whether this process prints and finalises."""
         return self.rank == 0
 
     def meet(self, error: BaseException | None = None) -> None:
@@ -157,9 +149,9 @@ class Ranks:
                 raise error from None
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text]
             if error is None and failed:
-                raise _told(EnvironmentFault(f"another rank failed ({failed[0][:300]})"))
-            if error is not None and _alike(reports[0], error):
-                _told(error)
+                raise _reported(EnvironmentFault(f"another rank failed ({failed[0][:300]})"))
+            if error is not None and _same_failure(reports[0], error):
+                _reported(error)
         if error is not None:
             raise error
 
@@ -175,9 +167,9 @@ class Ranks:
 
     @contextmanager
     def talking(self) -> Iterator[None]:
-        """A step in which ranks wait for each other within; a failure leaves nobody waiting.
+        """Run a step in which ranks wait for each other; a failure leaves no rank waiting.
 
-        The process group is torn down, which ends the others' waits too: they raise
+        It tears the process group down, which ends the others' waits: they raise
         `EnvironmentFault`.
         """
         try:
@@ -193,10 +185,10 @@ class Ranks:
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:
-        """A step in which no rank waits for another, and which fails at all ranks if at any.
+        """Run a step in which no rank waits for another, and fail at all ranks if one fails.
 
-        All raise what the first rank that failed raises, where that is one of beamq's own errors:
-        what one rank alone has read is told, and ends the command, as in a run of one process.
+        All raise the error of the first rank that failed, if it is one of beamq's own: what only
+        one rank has read is reported, and ends the command, as in a run of one process.
         """
         try:
             yield
@@ -206,7 +198,7 @@ class Ranks:
         self._agree(None)
 
     def _agree(self, error: BaseException | None) -> None:
-        """Tell the others, and raise the first rank's error unless this one's comes before it."""
+        """Exchange errors; raise that of the lowest failed rank, unless it is this one's own."""
         if self.world == 1 or self.broken:
             return
         own = error is None or isinstance(error, BeamqError)
@@ -221,11 +213,11 @@ class Ranks:
         if not (failed and own):
             return
         if failed[0] != self.rank:
-            raise _told(found[failed[0]]) from None
-        _told(error)
+            raise _reported(found[failed[0]]) from None
+        _reported(error)
 
     def gather(self, item: Any) -> list[Any]:
-        """Every rank's item, in order of rank, at every rank. Items are pickled between ranks.
+        """Every rank's item, in order of rank, at every rank. Items are pickled.
 
         Raises `EnvironmentFault` where another rank is gone.
         """
@@ -255,13 +247,13 @@ class Ranks:
             raise
 
     def _abandon(self) -> None:
-        """Leave without waiting for what is under way."""
+        """Leave without waiting for collectives that have begun."""
         import torch
         import torch.distributed as dist
 
         world = dist.group.WORLD
-        with suppress(RuntimeError):  # there is no NCCL part, or the group is in pieces already
-            if world is not None:  # NCCL's own farewell waits for ranks that may be gone
+        with suppress(RuntimeError):  # no NCCL part, or the group is gone
+            if world is not None:  # without abort, NCCL waits for ranks that may be gone
                 world._get_backend(torch.device("cuda")).abort()
         with suppress(RuntimeError):
             self.leave()
@@ -276,21 +268,21 @@ class Ranks:
 
 
 def _words(error: BaseException) -> str:
-    """What another rank tells of it. The class says something of defects alone."""
+    """The error as other ranks report it: with its class where it is a defect of beamq's."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     return str(error) if isinstance(error, BeamqError) else f"{type(error).__name__}: {error}"
 
 
-def _alike(first: str | None, error: BaseException) -> bool:
-    """Whether the first rank failed as this one did. Signals reach all, at moments of their own."""
+def _same_failure(first: str | None, error: BaseException) -> bool:
+    """Whether rank 0 failed as this rank did. A signal reaches ranks at different moments."""
     if isinstance(error, Interrupted):
         return first is not None and first.startswith("interrupted")
     return first == _words(error)
 
 
-def _told(error: Any) -> Any:
-    """`error`, marked as one that the first rank tells of as well."""
+def _reported(error: Any) -> Any:
+    """`error`, marked as one that rank 0 reports as well."""
     if isinstance(error, BeamqError):
         error.reported_by_rank_0 = True
     return error
@@ -299,8 +291,8 @@ def _told(error: Any) -> Any:
 def current_ranks() -> Ranks:
     """Read RANK and WORLD_SIZE, as torchrun sets them.
 
-    Raises `UsageError` where they make no sense, or where several processes are not told the place
-    to meet at.
+    Raises `UsageError` where they contradict each other, or where several processes have no place
+    to meet.
     """
     ranks = _numbers()
     if ranks.world > 1:
@@ -309,7 +301,7 @@ def current_ranks() -> Ranks:
 
 
 def rank_here() -> int:
-    """This process's rank; 0, which may speak, where the environment makes no sense."""
+    """This process's rank; 0, which prints, where the environment contradicts itself."""
     try:
         return _numbers().rank
     except UsageError:
@@ -328,25 +320,20 @@ def _numbers() -> Ranks:
     return Ranks(rank=number, world=world)
 
 
-def processes_here() -> int:
-    """Processes of the run on this machine: LOCAL_WORLD_SIZE, as torchrun sets it."""
+def cores_here() -> int:
+    """Cores for this process: those it may use, divided by the run's processes on this machine."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not (text.isdecimal() and int(text)):
         raise UsageError(f"LOCAL_WORLD_SIZE must be a whole number above 0, not {text[:40]!r}")
-    return int(text)
-
-
-def cores_here() -> int:
-    """Cores for this process: those it may use, divided by the run's processes on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // processes_here())
+    return max(1, (cores or 1) // int(text))
 
 
 def stretch(sizes: Sequence[int], ranks: Ranks) -> range:
-    """Indices this rank works on where neighbours should stay together.
+    """Indices this rank works on, where neighbours should stay together.
 
-    An item belongs to the rank in whose equal part of all bytes its middle lies, so a rank has at
-    most its part and one item more.
+    An item belongs to the rank in whose equal part of all bytes its middle is, so a rank has at
+    most its part and one more item.
     """
     total = sum(sizes) or 1
     first, last, before = 0, 0, 0

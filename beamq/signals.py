@@ -1,7 +1,13 @@
-"""SIGINT and SIGTERM as a wish to stop, for work that can be resumed.
+"""Signals and thread switching, for work that can be resumed and for GPUs that must not wait.
 
-Under torchrun Ctrl-C comes twice, from the terminal and from torchrun: there, what follows the
-first signal within `SAME_WISH_SECONDS` is no second wish.
+`stop_on_signals` turns SIGINT and SIGTERM into a request to stop. Under torchrun Ctrl-C arrives
+twice, from the terminal and from torchrun; so a signal within `SAME_REQUEST_SECONDS` of the first
+one counts as the same request.
+
+`short_turns` lets threads take the interpreter from each other sooner. CPython lets a thread wait
+5 ms before it takes it from another. A GPU's kernels last less than that, so a thread that launches
+them loses whole layers to a dozen reader threads: on two H200s and 32 cores a sparse layer took
+0.82 s with 5 ms and 0.69 s with half a millisecond, a conversion 6.1 and 5.0 s (docs/results.md).
 """
 
 from __future__ import annotations
@@ -14,13 +20,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SAME_WISH_SECONDS = 5.0
+SAME_REQUEST_SECONDS = 5.0
+SHORT_SECONDS = 0.0005
+_lock = threading.Lock()
+_before: list[float] = []
+"""The interval before each block that has begun; the first is the process's own."""
 
 
 @contextmanager
 def stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Set `stop` on the first SIGINT or SIGTERM; a second one acts as usual."""
-    patience = SAME_WISH_SECONDS if "LOCAL_RANK" in os.environ else 0.0
+    patience = SAME_REQUEST_SECONDS if "LOCAL_RANK" in os.environ else 0.0
     first: float | None = None
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,7 +43,7 @@ def stop_on_signals(stop: threading.Event) -> Iterator[None]:
         stop.set()
         if now - first >= patience:
             signal.signal(number, previous[signal.Signals(number)])
-            if patience:  # this is the second wish, not the one before it
+            if patience:  # not the signal that set `stop`
                 signal.raise_signal(number)
 
     previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -46,26 +56,12 @@ def stop_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, old)
 
 
-# Who has the interpreter: reader threads beside the one thread that a GPU waits for.
-#
-# CPython lets a thread that wants the interpreter wait 5 ms before it takes it from another. A
-# GPU's kernels last less than that, so a thread that launches them loses whole layers to a dozen
-# readers: on two H200s and 32 cores a sparse layer took 0.82 s with 5 ms and 0.69 s with half a
-# millisecond, a conversion 6.1 and 5.0 s (docs/results.md, Many GPUs and Conversion).
-
-SHORT_SECONDS = 0.0005
-
-_lock = threading.Lock()
-_before: list[float] = []
-"""What the interval was before each block that is under way; the first is the process's own."""
-
-
 @contextmanager
 def short_turns(wanted: bool) -> Iterator[None]:
     """Within, threads of this process take turns at least every `SHORT_SECONDS`, if `wanted`.
 
-    A setting of the whole process; what it was comes back at the end of the last such block, in
-    whatever order they end.
+    It is a setting of the whole process. The previous value returns when the last such block ends,
+    in whatever order they end.
     """
     if not wanted:
         yield

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: `5GB` to bytes, bytes to `293.62 GB`, and the like.
+"""Sizes, counts and times as people write and read them: `5GB` to bytes, bytes to `293.62 GB`.
 
 kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024. What is shown is decimal
 unless it says GiB.
@@ -36,7 +36,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def show_gib(nbytes: int) -> str:
-    """Binary, as KV caches are usually told: `4.58 GiB`, or MiB below one."""
+    """Binary, as is usual for KV caches: `4.58 GiB`, or MiB below one."""
     if nbytes >= 2**30:
         return f"{nbytes / 2**30:.2f} GiB"
     return f"{nbytes / 2**20:.2f} MiB"

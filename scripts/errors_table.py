@@ -19,33 +19,32 @@ HEAD = """# Errors
 
 Made by `scripts/errors_table.py` from `beamq/errors.py`; do not edit.
 
-A command that fails says so in one line on stderr, `error: ...`: what is wrong, where (file,
-tensor), what was expected, what to do; on a terminal it is broken into lines. With `--json` the
-same is an object on stdout, `{"error", "kind", "exit_code"}`, and `kind` is a class below; this
-goes for options that cannot be read, too. A traceback is shown with `--debug` only.
-Of torchrun's processes the first one tells an error, the others only what it cannot know:
-`rank 1: error: ...`.
+A command that fails prints one line on stderr, `error: ...`: what is wrong, where (file, tensor),
+what was expected, and what to do. On a terminal the line is wrapped. With `--json` the error is an
+object on stdout, `{"error", "kind", "exit_code"}`, where `kind` is a class of the table below; the
+same holds for options that cannot be read. A traceback is shown only with `--debug`. Under torchrun
+rank 0 prints shared errors; other ranks print only their own, as `rank 1: error: ...`.
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
 | 1 | a check of `verify` or `compare` failed; or a defect of beamq (`internal error`) |
-| 2 | usage: an option there is not, a value it cannot have (`--device tpu`), a contradiction |
+| 2 | usage: an unknown option, a value it cannot have (`--device tpu`), a contradiction |
 | 3 | bad input: a checkpoint, recipe (or its name), pattern, data or folder that does not fit |
-| 4 | the machine: disk, memory, a GPU that is not here, network, packages, another run at work |
+| 4 | the machine: disk, memory, a missing GPU, network, packages, another run in progress |
 | 130 | interrupted; `--resume` continues |
 
-`--dry-run` ends with the code that the run would end with as far as it can be told beforehand.
+`--dry-run` exits with the code of the run, as far as that can be known beforehand.
 
 | error | exit code | cause | what to do |
 |---|---|---|---|
 """
 TAIL = """
-In Python every one is in `beamq` (`beamq.DiskError`), and `except beamq.BeamqError` catches them
-all. `InputError` and `EnvironmentFault` are the two families: what the user gave, and the machine.
-After an error of the second family, or an interruption, what is finished is kept and the same call
-with `resume=True` goes on. A run that is refused before it has begun (too little disk, an output in
-use) leaves nothing.
+In Python all of them are in `beamq` (`beamq.DiskError`), and `except beamq.BeamqError` catches them
+all. `InputError` is about what the user gave, `EnvironmentFault` about the machine. After an
+`EnvironmentFault` or an interruption, finished shards are kept and the same call with `resume=True`
+continues. A run that is refused before it begins (too little disk, an output in use) leaves
+nothing.
 """
 
 

@@ -72,7 +72,7 @@ def test_a_host_that_is_not_known_is_told_at_once(nano_copy: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 4
-    assert "MASTER_ADDR 'nowhere.invalid' is no host" in errors
+    assert "MASTER_ADDR 'nowhere.invalid' cannot be resolved" in errors
 
 
 def test_a_port_that_is_taken_is_told_in_plain_words(nano_copy: Path) -> None:

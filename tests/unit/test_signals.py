@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from beamq import signals
-from beamq.signals import SAME_WISH_SECONDS, stop_on_signals
+from beamq.signals import SAME_REQUEST_SECONDS, stop_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +40,9 @@ def test_under_torchrun_signals_at_once_are_one_wish(monkeypatch: pytest.MonkeyP
     with stop_on_signals(stop):
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
             signal.raise_signal(number)
-            now += SAME_WISH_SECONDS / 4 - 0.01
+            now += SAME_REQUEST_SECONDS / 4 - 0.01
         assert stop.is_set()
-        now = 100.0 + SAME_WISH_SECONDS
+        now = 100.0 + SAME_REQUEST_SECONDS
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
