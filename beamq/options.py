@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
@@ -20,18 +20,20 @@ T = TypeVar("T")
 FLAG = "flag"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Flag:
     """How the command line takes an option.
 
-    `names` are its spellings (empty: from the field's name), `type` what its text is read as (None:
-    the type of the default, else text). `shown` is the default as help states
+    `name` is its spelling (None: from the field's name), `type` what its text is read as (None: the
+    type of the default, else text). `shown` is the default as help states
     it, for options that the library decides when nothing is given. `size` reads `5GB` as bytes;
     `many` lets the flag be repeated. `after` names the field that the flag follows in help.
     """
 
     help: str
-    names: tuple[str, ...] = ()
+    _: KW_ONLY
+    name: str | None = None
+    short: str | None = None
     metavar: str | None = None
     shown: str | None = None
     type: type | None = None

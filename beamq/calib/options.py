@@ -29,28 +29,26 @@ DTYPES = ("bfloat16", "float32")
 DEFAULT_SIZE = {"cuda": (256, 2048), "cpu": (128, 512)}
 
 DATA = Flag(
-    help="Text: a file, a folder, .jsonl, .parquet or a dataset's id; D:0.3 weighs it."
-    " May be repeated.",
+    "Text: a file, a folder, .jsonl, .parquet or a dataset's id; D:0.3 weighs it. May be repeated.",
     metavar="D",
     shown="Python's standard library",
     many=True,
 )
-SAMPLES = Flag(help="Rows of tokens.", type=int, at_least=1, shown="256; 128 on a CPU")
-SEQUENCE_LENGTH = Flag(help="Tokens of a row.", type=int, at_least=1, shown="2048; 512 on a CPU")
-SEED = Flag(help="Order of the data.", type=int, shown="0")
+SAMPLES = Flag("Rows of tokens.", type=int, at_least=1, shown="256; 128 on a CPU")
+SEQUENCE_LENGTH = Flag("Tokens of a row.", type=int, at_least=1, shown="2048; 512 on a CPU")
+SEED = Flag("Order of the data.", type=int, shown="0")
 EXPERTS_MODE = Flag(
-    help="Tokens an expert is calibrated on: those routed to it, or all.",
+    "Tokens an expert is calibrated on: those routed to it, or all.",
     choices=EXPERTS,
     shown="routed",
 )
-DTYPE = Flag(help="Of activations.", choices=DTYPES, shown="bfloat16")
-DEVICE = Flag(help="auto (a GPU where it helps), cpu, cuda or cuda:N.")
+DTYPE = Flag("Of activations.", choices=DTYPES, shown="bfloat16")
+DEVICE = Flag("auto (a GPU where it helps), cpu, cuda or cuda:N.")
 DEVICE_MEMORY = Flag(
-    help="Bound on the forward pass, as 20GB.", metavar="SIZE", size=True,
-    shown="what a GPU has free",
-)  # fmt: skip
-RESUME = Flag(help="Go on where an earlier run stopped.")
-OVERWRITE = Flag(help="Replace what is there already.")
+    "Bound on the forward pass, as 20GB.", metavar="SIZE", size=True, shown="what a GPU has free"
+)
+RESUME = Flag("Go on where an earlier run stopped.")
+OVERWRITE = Flag("Replace what is there already.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,26 +27,17 @@ class MergeOptions:
     """What else `beamq calibrate` takes."""
 
     percentile: float | None = option(
-        None, Flag(help="No longer recorded: nothing read it.", type=float, after="experts")
+        None, Flag("No longer recorded: nothing read it.", type=float, after="experts")
     )
     second_moments: bool = option(
-        False, Flag(help="No longer recorded: nothing read them.", after="percentile")
+        False, Flag("No longer recorded: nothing read them.", after="percentile")
     )
     merge: bool = option(
-        False,
-        Flag(
-            help="Merge statistics of one model on different data.",
-            after="max_device_memory",
-        ),
+        False, Flag("Merge statistics of one model on different data.", after="max_device_memory")
     )
     output: Path | None = option(
         None,
-        Flag(
-            help="With --merge: the file to write.",
-            names=("--output", "-o"),
-            type=Path,
-            after="merge",
-        ),
+        Flag("With --merge: the file to write.", short="-o", type=Path, after="merge"),
     )
 
 
@@ -113,10 +104,31 @@ def _merge(screen: Screen, places: list[str], output: Path | None) -> None:
 
 
 def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float) -> None:
+    from beamq.calib.input_scales import coverage
+    from beamq.report.tables import Table
 
+    rows = [
+        ("statistics", str(target)),
+        ("model", stats.model_name),
+        ("inputs", f"{len(stats.inputs):,} of linears and expert layers"),
+        ("tokens", f"{stats.total_tokens:,}"),
+        ("time", show_seconds(seconds)),
+    ]
     screen.show(
-        lambda: calibrate_data(stats, target, seconds),
-        lambda: calibrate_blocks(stats, target, seconds),
+        lambda: {
+            "command": "calibrate",
+            "stats": str(target),
+            "seconds": round(seconds, 3),
+            "model": stats.model_name,
+            "tokens": stats.total_tokens,
+            "experts": stats.experts,
+            "percentile": stats.percentile,  # of files that an earlier version made
+            "data": list(stats.data),
+            "dropped_tokens": stats.dropped_rows,
+            "dropped": list(stats.dropped_names),
+            "coverage": coverage(stats).to_dict(),
+        },
+        lambda: [Table(rows=rows), "", *coverage_blocks(stats)],
     )
 
 
@@ -137,41 +149,6 @@ def start_blocks(setup: CalibrationSetup) -> list[Block]:
     slices = f", {plan.slice_experts} experts of a layer at a time" if plan.slice_experts else ""
     blocks.append(f"The forward pass runs on {setup.device}{slices}, and needs up to {needs}.")
     return blocks + [f"Note: {note}." for note in data.notes]
-
-
-def calibrate_data(stats: CalibrationStats, target: Path, seconds: float) -> dict[str, Any]:
-    """The JSON of `beamq calibrate`: command, stats (the file), seconds, model, tokens, experts,
-    percentile, data (one record a data set), dropped_tokens, dropped, coverage."""
-    from beamq.calib.input_scales import coverage
-
-    return {
-        "command": "calibrate",
-        "stats": str(target),
-        "seconds": round(seconds, 3),
-        "model": stats.model_name,
-        "tokens": stats.total_tokens,
-        "experts": stats.experts,
-        "percentile": stats.percentile,
-        "data": list(stats.data),
-        "dropped_tokens": stats.dropped_rows,
-        "dropped": list(stats.dropped_names),
-        "coverage": coverage(stats).to_dict(),
-    }
-
-
-def calibrate_blocks(stats: CalibrationStats, target: Path, seconds: float) -> list[Block]:
-    """The result and the coverage table."""
-
-    from beamq.report.tables import Table
-
-    rows = [
-        ("statistics", str(target)),
-        ("model", stats.model_name),
-        ("inputs", f"{len(stats.inputs):,} of linears and expert layers"),
-        ("tokens", f"{stats.total_tokens:,}"),
-        ("time", show_seconds(seconds)),
-    ]
-    return [Table(rows=rows), "", *coverage_blocks(stats)]
 
 
 def coverage_blocks(stats: CalibrationStats) -> list[Block]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
-REPORT = Flag(
-    help="Write it as HTML, Markdown and JSON there.", metavar="DIR", type=Path, after="seed"
-)
+REPORT = Flag("Write it as HTML, Markdown and JSON there.", metavar="DIR", type=Path, after="seed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +28,7 @@ class CompareFiles:
     """What `beamq compare` writes."""
 
     write_card: bool = option(
-        False,
-        Flag(help="Put each one's figures into its README.md.", after="seed"),
+        False, Flag("Put each one's figures into its README.md.", after="seed")
     )
     report: Path | None = option(None, REPORT)
 
@@ -80,7 +77,9 @@ def compare(
             on_result=write,
         )
     screen.show(
-        lambda: compare_data(found, page), lambda: compare_blocks(found, page, verbose=verbose)
+        # The keys of report.json (docs/report-schema.md) come after these two.
+        lambda: {"command": "compare", "report": _text(page), **found.to_dict()},
+        lambda: compare_blocks(found, page, verbose=verbose),
     )
     return 0 if found.safe else 1
 
@@ -91,25 +90,17 @@ class SensitivityChoice:
 
     report: Path | None = option(None, REPORT)
     write_recipe: Path | None = option(
-        None,
-        Flag(help="Write that choice as a recipe.", metavar="FILE", type=Path, after="seed"),
+        None, Flag("Write that choice as a recipe.", metavar="FILE", type=Path, after="seed")
     )
     target_bits: float | None = option(
-        None,
-        Flag(help="As many as B bits a weight allow.", metavar="B", type=float, after="seed"),
+        None, Flag("As many as B bits a weight allow.", metavar="B", type=float, after="seed")
     )
     max_kl: float | None = option(
         None,
-        Flag(
-            help="As few as bring the predicted KL to X nats.",
-            metavar="X",
-            type=float,
-            after="seed",
-        ),
+        Flag("As few as bring the predicted KL to X nats.", metavar="X", type=float, after="seed"),
     )
     exclude_worst: int | None = option(
-        None,
-        Flag(help="Leave the N costliest parts precise.", metavar="N", type=int, after="seed"),
+        None, Flag("Leave the N costliest parts precise.", metavar="N", type=int, after="seed")
     )
 
     def check(self) -> None:
@@ -148,8 +139,9 @@ def sensitivity(
     CHECKPOINT is a quantized Beam made from SOURCE. Each part (a layer's experts, dense MLP or
     attention) takes the source's place alone, all in one pass over few rows of text.
     """
-    from beamq.eval.compare.sensitivity import choose
+    from beamq.eval.compare.sensitivity import choose, recipe_yaml, sparing_recipe
     from beamq.eval.compare.sensitivity import sensitivity as run
+    from beamq.io.shard_writer import write_file
     from beamq.report.files import write_sensitivity
 
     wanted.check()
@@ -169,23 +161,25 @@ def sensitivity(
         max_kl=wanted.max_kl,
         target_bits=wanted.target_bits,
     )
-    written = None
-    if wanted.write_recipe is not None and choice is not None:
-        written = _write(found, choice, wanted.write_recipe)
+    recipe = wanted.write_recipe if choice is not None else None
+    if recipe is not None and choice is not None:
+        text = recipe_yaml(sparing_recipe(found, choice))
+        write_file(recipe.expanduser(), text.encode(), resumable=False)
     page = None if wanted.report is None else write_sensitivity(found, choice, wanted.report)
     screen.show(
-        lambda: sensitivity_data(found, choice, written, page),
-        lambda: sensitivity_blocks(found, choice, written, page, verbose=verbose),
+        lambda: {
+            "command": "sensitivity",
+            "report": _text(page),
+            "recipe_file": _text(recipe),
+            "choice": None if choice is None else choice.to_dict(),
+            **found.to_dict(),
+        },
+        lambda: sensitivity_blocks(found, choice, recipe, page, verbose=verbose),
     )
 
 
-def _write(found: Sensitivity, choice: Choice, path: Path) -> Path:
-    from beamq.eval.compare.sensitivity import recipe_yaml, sparing_recipe
-    from beamq.io.shard_writer import write_file
-
-    text = recipe_yaml(sparing_recipe(found, choice))
-    write_file(path.expanduser(), text.encode(), resumable=False)
-    return path
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 # What `beamq compare` says: verdicts, figures side by side, layers that hurt, memory.
@@ -194,16 +188,6 @@ ABREAST = 2  # candidates that fit 80 columns side by side
 LAYERS, LINEARS = 5, 5
 ALL_LINEARS = 20
 NAME_WIDTH, CELL_WIDTH = 17, 28  # of a folder's name, and of a linear's
-
-
-def compare_data(comparison: Comparison, report: Path | None) -> dict[str, Any]:
-    """The JSON of `beamq compare`: command, report (path of the HTML, or null), and all that
-    report.json has (docs/report-schema.md)."""
-    return {
-        "command": "compare",
-        "report": None if report is None else str(report),
-        **comparison.to_dict(),
-    }
 
 
 def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool) -> list[Block]:
@@ -249,20 +233,6 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
 # What `beamq sensitivity` says: what each part costs alone, and what leaving some precise buys.
 
 SHOWN_PARTS = 12
-
-
-def sensitivity_data(
-    found: Sensitivity, choice: Choice | None, recipe: Path | None, report: Path | None
-) -> dict[str, Any]:
-    """The JSON of `beamq sensitivity`: command, written files (or null), the choice (or null), and
-    all that was measured."""
-    return {
-        "command": "sensitivity",
-        "report": None if report is None else str(report),
-        "recipe_file": None if recipe is None else str(recipe),
-        "choice": None if choice is None else choice.to_dict(),
-        **found.to_dict(),
-    }
 
 
 def sensitivity_blocks(

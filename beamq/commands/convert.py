@@ -87,7 +87,18 @@ def dequantize(
             ),
             on_progress=_meter(advance),
         )
-    screen.show(lambda: dequantize_data(result, checkpoint), lambda: dequantize_blocks(result))
+    screen.show(
+        lambda: {
+            "command": "dequantize",
+            "checkpoint": checkpoint,
+            "output": str(result.output),
+            "decoded": result.decoded,
+            "copied": result.copied,
+            "tensor_bytes": result.tensor_nbytes,
+            "seconds": round(result.seconds, 3),
+        },
+        lambda: dequantize_blocks(result),
+    )
 
 
 # What `beamq quantize` and `beamq dequantize` say at the end, as JSON and as a short table.
@@ -164,20 +175,6 @@ def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
         if counts.get(key):
             rows.append((label, f"{counts[key]:,} {text}"))
     return rows
-
-
-def dequantize_data(result: DequantizeResult, checkpoint: str) -> dict[str, Any]:
-    """The JSON of `beamq dequantize`: command, checkpoint, output, decoded and copied (numbers of
-    tensors), tensor_bytes, seconds."""
-    return {
-        "command": "dequantize",
-        "checkpoint": checkpoint,
-        "output": str(result.output),
-        "decoded": result.decoded,
-        "copied": result.copied,
-        "tensor_bytes": result.tensor_nbytes,
-        "seconds": round(result.seconds, 3),
-    }
 
 
 def dequantize_blocks(result: DequantizeResult) -> list[Block]:

@@ -39,10 +39,10 @@ Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT", help="Folder of a Beam.", show_default=False)
 ]
 COMMON = {
-    "as_json": Flag(help="Print the result as JSON.", names=("--json",)),
-    "verbose": Flag(help="Leave nothing out of lists.", names=("--verbose", "-v")),
-    "quiet": Flag(help="Only results and errors.", names=("--quiet", "-q")),
-    "debug": Flag(help="Show a traceback when something fails."),
+    "as_json": Flag("Print the result as JSON.", name="--json"),
+    "verbose": Flag("Leave nothing out of lists.", short="-v"),
+    "quiet": Flag("Only results and errors.", short="-q"),
+    "debug": Flag("Show a traceback when something fails."),
 }
 
 
@@ -109,7 +109,7 @@ def _option(name: str, default: Any, flag: Flag) -> inspect.Parameter:
     if flag.shown is not None or flag.many:
         default = None
     found = typer.Option(
-        *(flag.names or (_spelling(name),)),
+        *filter(None, (_spelling(name, flag), flag.short)),
         help=flag.help,
         metavar=flag.metavar,
         min=flag.at_least,
@@ -124,8 +124,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     )
 
 
-def _spelling(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _spelling(name: str, flag: Flag) -> str:
+    return flag.name or f"--{name.replace('_', '-')}"
 
 
 def _read(cls: type[T], given: Mapping[str, Any]) -> T:
@@ -136,7 +136,7 @@ def _read(cls: type[T], given: Mapping[str, Any]) -> T:
         if flag is None or value is None:
             continue
         if flag.size:
-            value = parse_size(value, (flag.names or (_spelling(each.name),))[0])
+            value = parse_size(value, _spelling(each.name, flag))
         elif flag.choices:
             value = value.value
         elif flag.many:

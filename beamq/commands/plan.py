@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from beamq.convert.options import (
     WORKERS,
     ConvertOptions,
 )
+from beamq.errors import counted
 from beamq.options import Flag, option
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
@@ -40,13 +41,12 @@ class PlanOptions:
     recipe: str = option("nvfp4", RECIPE)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
-    gpu: str | None = option(None, Flag(help="One machine in full, as h200:8.", metavar="NAME[:N]"))
+    gpu: str | None = option(None, Flag("One machine in full, as h200:8.", metavar="NAME[:N]"))
     context: int | None = option(
-        None,
-        Flag(help="Tokens of a sequence.", type=int, at_least=1, shown="131072 or the model's"),
+        None, Flag("Tokens of a sequence.", type=int, at_least=1, shown="131072 or the model's")
     )
     output: Path | None = option(
-        None, Flag(help="Where it would be written.", type=Path, shown="this folder")
+        None, Flag("Where it would be written.", type=Path, shown="this folder")
     )
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
@@ -95,27 +95,21 @@ _SHOWN_MODULES = 2
 
 @dataclass(slots=True)
 class RoleSum:
-    """Tensors of one role, before and after."""
+    """Tensors of one role, before and after; as it is in the JSON."""
 
-    role: Role
+    role: str
     tensors: int = 0
     parameters: int = 0
-    source_nbytes: int = 0
-    output_nbytes: int = 0
+    source_bytes: int = 0
     becomes: set[str] = field(default_factory=set)
-
-    @property
-    def label(self) -> str:
-        """`NVFP4`, `BF16`, or both where exclusions split a role."""
-        return " + ".join(sorted(self.becomes, reverse=True))
+    output_bytes: int = 0
 
 
 def role_sums(plan: Plan) -> list[RoleSum]:
     """Sums by role, in the order of `Role`, of the roles that the source has."""
-
     from beamq.beam.tensors import FP32_ROLES, Role
 
-    sums = {role: RoleSum(role) for role in Role}
+    sums = {role: RoleSum(role.value, parameters=plan.parameters[role.value]) for role in Role}
     for job in plan.jobs:
         for member in job.members:
             role = member.role.role
@@ -123,17 +117,12 @@ def role_sums(plan: Plan) -> list[RoleSum]:
                 role = Role.HEAD
             entry = sums[role]
             entry.tensors += 1
-            entry.source_nbytes += member.source.nbytes
-            for tensor in member.outputs:
-                entry.output_nbytes += tensor.nbytes
-            if job.kind in FORMAT_NAMES:
-                entry.becomes.add(FORMAT_NAMES[job.kind])
-            elif role is Role.EXTRA:
-                entry.becomes.add("as it is")
-            else:
-                entry.becomes.add("FP32" if role in FP32_ROLES else "BF16")
-    for role, entry in sums.items():
-        entry.parameters = plan.parameters[role.value]
+            entry.source_bytes += member.source.nbytes
+            entry.output_bytes += sum(tensor.nbytes for tensor in member.outputs)
+            high = "FP32" if role in FP32_ROLES else "BF16"
+            if role is Role.EXTRA:
+                high = "as it is"
+            entry.becomes.add(FORMAT_NAMES.get(job.kind, high))
     return [entry for entry in sums.values() if entry.tensors]
 
 
@@ -169,17 +158,7 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
             "output": sum(len(shard.tensors) for shard in plan.shards),
         },
         "shards": len(plan.shards),
-        "roles": [
-            {
-                "role": entry.role.value,
-                "tensors": entry.tensors,
-                "parameters": entry.parameters,
-                "source_bytes": entry.source_nbytes,
-                "becomes": sorted(entry.becomes),
-                "output_bytes": entry.output_nbytes,
-            }
-            for entry in role_sums(plan)
-        ],
+        "roles": [{**asdict(entry), "becomes": sorted(entry.becomes)} for entry in role_sums(plan)],
         "exclusions": [
             {
                 "pattern": exclusion.pattern,
@@ -198,10 +177,16 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
 def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
     """The plan as text: what becomes what, exclusions, totals, notes."""
     recipe = plan.recipe
+    share = plan.quantized_parameters / plan.total_parameters
+    ratio = plan.source_nbytes / plan.tensor_nbytes
     blocks: list[Block] = [f"Recipe {recipe.name}: {recipe.summary}"]
     if recipe.kv_cache == "fp8":
         blocks.append("KV cache: the FP8 scheme is declared in the configs, without scale tensors.")
-    blocks += ["", _role_table(plan), "", _totals(plan)]
+    blocks += ["", _role_table(plan), ""]
+    blocks.append(
+        f"{share:.1%} of the weights are quantized; {plan.bits_per_weight:.2f} bits a weight;"
+        f" {ratio:.2f} times smaller; {counted(len(plan.shards), 'shard')}."
+    )
     if plan.exclusions:
         blocks += ["", *_exclusion_blocks(plan.exclusions, verbose=verbose), ""]
     blocks += [f"Note: {note}." for note in plan.notes]
@@ -221,39 +206,35 @@ def needs_data(plan: Plan, folder: Path, options: PlanOptions | ConvertOptions) 
     """
 
     from beamq.convert.limits import default_workers, predicted_host_nbytes
-    from beamq.convert.output import disk_nbytes, free_nbytes
+    from beamq.convert.output import disk_nbytes, fetched_nbytes, free_nbytes
+    from beamq.io.shard_cache import largest_job, traffic_nbytes
 
     workers, cache = options.workers or default_workers(), options.cache_bytes
+    remote, hub = plan.remote_shards, None
+    if remote:
+        jobs = [job.files.intersection(remote) for job in plan.jobs]
+        hub = {
+            "fetch_bytes": traffic_nbytes(jobs, remote, cache),
+            "cache_bytes": fetched_nbytes(plan, cache),
+            "least_cache_bytes": largest_job(jobs, remote)[0],
+        }
     return {
         "disk_bytes": disk_nbytes(plan, cache),
         "disk_free_bytes": free_nbytes(folder.expanduser()),
         "host_memory_bytes": predicted_host_nbytes(plan, workers, options.max_host_memory),
         "workers": workers,
-        "hub": _hub_needs(plan, cache) if plan.remote_shards else None,
-    }
-
-
-def _hub_needs(plan: Plan, cache: int) -> dict[str, int]:
-    from beamq.convert.output import fetched_nbytes
-    from beamq.io.shard_cache import largest_job, traffic_nbytes
-
-    remote = plan.remote_shards
-    jobs = [job.files.intersection(remote) for job in plan.jobs]
-    return {
-        "fetch_bytes": traffic_nbytes(jobs, remote, cache),
-        "cache_bytes": fetched_nbytes(plan, cache),
-        "least_cache_bytes": largest_job(jobs, remote)[0],
+        "hub": hub,
     }
 
 
 def needs_text(needs: dict[str, Any]) -> str:
     """The same as a sentence."""
-    threads = f"{needs['workers']} worker{'' if needs['workers'] == 1 else 's'}"
     short = "" if needs["disk_bytes"] <= needs["disk_free_bytes"] else ": too little"
     text = (
         f"Converting needs {show_bytes(needs['disk_bytes'])} of disk"
         f" ({show_bytes(needs['disk_free_bytes'])} free here{short}) and at most"
-        f" {show_bytes(needs['host_memory_bytes'])} of buffers for {threads}."
+        f" {show_bytes(needs['host_memory_bytes'])} of buffers for"
+        f" {counted(needs['workers'], 'worker')}."
     )
     hub = needs["hub"]
     if hub is not None:
@@ -268,48 +249,24 @@ def needs_text(needs: dict[str, Any]) -> str:
 def _role_table(plan: Plan) -> Table:
     from beamq.report.tables import Table
 
-    rows = []
-    for entry in role_sums(plan):
-        rows.append(
-            (
-                entry.role.value,
-                show_count(entry.parameters),
-                f"{entry.parameters / plan.total_parameters:.1%}",
-                show_bytes(entry.source_nbytes),
-                entry.label,
-                show_bytes(entry.output_nbytes),
-                _bits(entry.output_nbytes, entry.parameters),
-            )
-        )
-    rows.append(
+    rows = [
         (
-            "total",
-            show_count(plan.total_parameters),
-            "100.0%",
-            show_bytes(plan.source_nbytes),
-            "",
-            show_bytes(plan.tensor_nbytes),
-            f"{plan.bits_per_weight:.2f}",
+            entry.role,
+            show_count(entry.parameters),
+            f"{entry.parameters / plan.total_parameters:.1%}",
+            show_bytes(entry.source_bytes),
+            " + ".join(sorted(entry.becomes, reverse=True)),  # both where exclusions split a role
+            show_bytes(entry.output_bytes),
+            f"{8 * entry.output_bytes / entry.parameters:.2f}" if entry.parameters else "",
         )
-    )
+        for entry in role_sums(plan)
+    ]
+    total = (show_count(plan.total_parameters), "100.0%", show_bytes(plan.source_nbytes), "")
+    after = (show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}")
     return Table(
         head=("part", "parameters", "share", "source", "becomes", "output", "bits"),
         align="lrrrlrr",
-        rows=rows,
-    )
-
-
-def _bits(nbytes: int, parameters: int) -> str:
-    return f"{8 * nbytes / parameters:.2f}" if parameters else ""
-
-
-def _totals(plan: Plan) -> str:
-    share = plan.quantized_parameters / plan.total_parameters
-    ratio = plan.source_nbytes / plan.tensor_nbytes
-    shards = f"{len(plan.shards)} shard{'s' if len(plan.shards) > 1 else ''}"
-    return (
-        f"{share:.1%} of the weights are quantized; {plan.bits_per_weight:.2f} bits a weight;"
-        f" {ratio:.2f} times smaller; {shards}."
+        rows=[*rows, ("total", *total, *after)],
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class PushOptions:
     """Where to push, and whether to."""
 
-    private: bool = option(False, Flag(help="Create it private; refuse one that is public."))
-    revision: str | None = option(None, Flag(help="Branch to push to.", shown="main"))
-    dry_run: bool = option(False, Flag(help="Check and list the files, send nothing."))
+    private: bool = option(False, Flag("Create it private; refuse one that is public."))
+    revision: str | None = option(None, Flag("Branch to push to.", shown="main"))
+    dry_run: bool = option(False, Flag("Check and list the files, send nothing."))
 
 
 @command()
@@ -57,31 +57,23 @@ def push(
         show_progress=not (as_json or quiet),
         checking=lambda: screen.progress("checking"),
     )
-    screen.show(lambda: push_data(result), lambda: push_blocks(result))
-
-
-# What `beamq push` says, as JSON and as text.
-
-
-def push_data(result: PushResult) -> dict[str, Any]:
-    """The JSON of `beamq push`: command, repo, revision, private, dry_run, files [{path, bytes,
-    last}] in the order sent, bytes, withdrawn (old index and configs deleted first), commit, url,
-    seconds."""
-    return {
-        "command": "push",
-        "repo": result.repo,
-        "revision": result.revision,
-        "private": result.private,
-        "dry_run": result.dry_run,
-        "files": [
-            {"path": file.path, "bytes": file.nbytes, "last": file.last} for file in result.files
-        ],
-        "bytes": result.nbytes,
-        "withdrawn": list(result.withdrawn),
-        "commit": result.commit,
-        "url": result.url,
-        "seconds": round(result.seconds, 3),
-    }
+    screen.show(
+        lambda: {
+            "command": "push",
+            "repo": result.repo,
+            "revision": result.revision,
+            "private": result.private,
+            "dry_run": result.dry_run,
+            # In the order sent; `last` are the index and the configs.
+            "files": [{"path": f.path, "bytes": f.nbytes, "last": f.last} for f in result.files],
+            "bytes": result.nbytes,
+            "withdrawn": list(result.withdrawn),  # old index and configs, deleted first
+            "commit": result.commit,
+            "url": result.url,
+            "seconds": round(result.seconds, 3),
+        },
+        lambda: push_blocks(result),
+    )
 
 
 def push_blocks(result: PushResult) -> list[Block]:

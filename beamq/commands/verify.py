@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from beamq.commands.options import Checkpoint, command
 from beamq.convert.options import WORKERS
@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 class VerifyOptions:
     """How far to check."""
 
-    source: str | None = option(
-        None, Flag(help="What it was made from, to compare every value with.")
-    )
+    source: str | None = option(None, Flag("What it was made from, to compare every value with."))
     level: Literal["structure", "tensors", "forward"] = option(
         "tensors",
         Flag(
-            help="structure: headers; tensors: every byte; forward: run it beside --source.",
+            "structure: headers; tensors: every byte; forward: run it beside --source.",
             choices=("structure", "tensors", "forward"),
         ),
     )
-    quick: bool = option(False, Flag(help="Only checksums: every byte against beamq.json."))
+    quick: bool = option(False, Flag("Only checksums: every byte against beamq.json."))
     workers: int | None = option(None, WORKERS)
 
 
@@ -50,7 +48,10 @@ def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbo
             workers=options.workers,
             progress=advance,
         )
-    screen.show(lambda: verify_data(report), lambda: verify_blocks(report, verbose=verbose))
+    screen.show(
+        lambda: {"command": "verify", **report.to_dict()},
+        lambda: verify_blocks(report, verbose=verbose),
+    )
     return 0 if report.ok else 1
 
 
@@ -60,18 +61,12 @@ def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
     from beamq.eval.verify.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint)
-    screen.show(lambda: inspect_data(found), lambda: inspect_blocks(found))
+    screen.show(lambda: {"command": "inspect", **found.to_dict()}, lambda: inspect_blocks(found))
 
 
 # What `beamq inspect` says: the checkpoint at a glance, its parts, and what is odd about it.
 
 _FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
-
-
-def inspect_data(found: Inspection) -> dict[str, Any]:
-    """The JSON of `beamq inspect`: command, and the fields of `Inspection` with share_quantized
-    and bits_per_weight."""
-    return {"command": "inspect", **found.to_dict()}
 
 
 def inspect_blocks(found: Inspection) -> list[Block]:
@@ -137,13 +132,6 @@ def _model(found: Inspection) -> str:
 
 
 # What `beamq verify` says: every check with its outcome, and the error of each part.
-
-
-def verify_data(report: VerifyReport) -> dict[str, Any]:
-    """The JSON of `beamq verify`: command, and the fields of `VerifyReport`: ok, checkpoint,
-    level, format, source, checks [{name, status, detail, where, count}], errors (relative RMS by
-    role), tensors, bytes_read, seconds."""
-    return {"command": "verify", **report.to_dict()}
 
 
 def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:

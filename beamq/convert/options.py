@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from beamq.convert.run import Progress
     from beamq.plan.plan import Plan, Work
 
-RECIPE = Flag(help=f"{', '.join(BUILT_IN)}, or a .yaml file.", names=("--recipe", "-r"))
+RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r")
 EXCLUDE = Flag(
-    help="Modules to leave precise: a dotted part, a glob, or re:REGEX. May be repeated.",
+    "Modules to leave precise: a dotted part, a glob, or re:REGEX. May be repeated.",
     metavar="PATTERN",
     many=True,
 )
-KV_CACHE = Flag(help="KV cache scheme to declare.", choices=("none", "fp8"), shown="the recipe's")
+KV_CACHE = Flag("KV cache scheme to declare.", choices=("none", "fp8"), shown="the recipe's")
 SHARD_SIZE = Flag(
-    help="Largest output file, as 5GB.", names=("--max-shard-size",), metavar="SIZE", size=True
+    "Largest output file, as 5GB.", name="--max-shard-size", metavar="SIZE", size=True
 )
-HOST_MEMORY = Flag(help="Bound on buffers, as 1.5GB.", metavar="SIZE", size=True)
+HOST_MEMORY = Flag("Bound on buffers, as 1.5GB.", metavar="SIZE", size=True)
 CACHE_BUDGET = Flag(
-    help="Bound on shards on disk at a time, where the source is on the Hub.",
-    names=("--cache-budget",),
+    "Bound on shards on disk at a time, where the source is on the Hub.",
+    name="--cache-budget",
     metavar="SIZE",
     size=True,
 )
-WORKERS = Flag(help="Threads.", type=int, at_least=1, shown="usable cores")
+WORKERS = Flag("Threads.", type=int, at_least=1, shown="usable cores")
 SHARD_BYTES, MEMORY_BYTES, CACHE_BYTES = 5_000_000_000, 1_500_000_000, 100_000_000_000
 
 
@@ -79,12 +79,10 @@ class ConvertOptions:
     calibration: str | Path | None = option(
         None,
         Flag(
-            help="Statistics for NVFP4 input scales; nvfp4-gptq takes none.",
-            metavar="STATS",
-            type=Path,
+            "Statistics for NVFP4 input scales; nvfp4-gptq takes none.", metavar="STATS", type=Path
         ),
     )
-    no_calibration: bool = option(False, Flag(help="NVFP4 input scales all 1.0 instead."))
+    no_calibration: bool = option(False, Flag("NVFP4 input scales all 1.0 instead."))
     data: Sequence[str] = option((), DATA)
     samples: int | None = option(None, SAMPLES)
     sequence_length: int | None = option(None, SEQUENCE_LENGTH)
@@ -94,12 +92,12 @@ class ConvertOptions:
     device: str = option("auto", DEVICE)
     max_device_memory: int | None = option(None, DEVICE_MEMORY)
     statistics: str | Path | None = option(
-        None, Flag(help="Keep what calibration saw, here.", metavar="STATS", type=Path)
+        None, Flag("Keep what calibration saw, here.", metavar="STATS", type=Path)
     )
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
     base_model: str | None = option(
-        None, Flag(help="The source's id, for the card.", metavar="ORG/NAME")
+        None, Flag("The source's id, for the card.", metavar="ORG/NAME")
     )
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
@@ -107,7 +105,7 @@ class ConvertOptions:
     workers: int | None = option(None, WORKERS)
     resume: bool = option(False, RESUME)
     overwrite: bool = option(False, OVERWRITE)
-    dry_run: bool = option(False, Flag(help="Plan and check, write nothing."))
+    dry_run: bool = option(False, Flag("Plan and check, write nothing."))
 
     def calibration_given(self) -> dict[str, Any]:
         """The options of a calibration that were given, besides the device."""

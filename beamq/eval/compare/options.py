@@ -44,7 +44,7 @@ class CompareOptions:
     gemm: str | None = option(
         None,
         Flag(
-            help="How to multiply: reference, auto, ... (weights-only: activations unquantized).",
+            "How to multiply: reference, auto, ... (weights-only: activations unquantized).",
             shown="auto; reference on a CPU",
         ),
     )
@@ -63,7 +63,7 @@ class SensitivityOptions:
     dtype: str | None = option(None, replace(DTYPE, shown="bfloat16; float32 on a CPU"))
     device: str = option("auto", DEVICE)
     gemm: str = option(
-        "reference", Flag(help="How to multiply (weights-only: activations unquantized).")
+        "reference", Flag("How to multiply (weights-only: activations unquantized).")
     )
 
 
