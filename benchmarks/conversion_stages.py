@@ -215,7 +215,7 @@ def _captured(jobs: Sequence[Job], rule: str) -> torch.cuda.CUDAGraph:
         shape: dict[str, Any] = {"dtype": dtype, "n": n, "k": k}
         call = gpu.fp8_rows
         if job.kind != "fp8":
-            call, shape["rule"] = gpu.nvfp4_group, rule
+            call, shape["scale_rule"] = gpu.nvfp4_group, rule
         places.append(place)
         calls.append(partial(call, *areas, **shape))
     for each in calls:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rounding_gpu [--json FILE] [--experts 24] [--rows-per-input 16]
 
-Sweep: one expert projection of Beam, BF16 [16, 2560, 5120], time of `gpu_sweep.nvfp4_sweep` over
-that of `gpu.nvfp4_quantize` (goal: at most 8).
+Sweep: one expert projection of Beam, BF16 [16, 2560, 5120], time of `gpu.nvfp4_quantize` with the
+sweep over that with `max` (goal: at most 8).
 
 GPTQ: some experts of real width in a layer of 256, visited as calibration visits them: batches of
 16,384 synthetic tokens, each token read by 8 experts, until every expert has `--rows-per-input`
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from beamq.beam.config import BeamConfig
 from beamq.calib.expert_rounding import GROUPS, ExpertMoments, ExpertRounding, chunks, weight_of
 from beamq.formats import gptq
-from beamq.formats.kernels import gpu, triton_sweep
+from beamq.formats.kernels import gpu
 from beamq.formats.nvfp4 import global_scale_from_amax
 from beamq.model.expert_parallel import ExpertExchange
 from beamq.model.forward import LayerExperts
@@ -61,7 +61,7 @@ def sweep() -> dict[str, float]:
     w = torch.randn(16, 2560, 5120, device="cuda", dtype=torch.bfloat16) * 0.02
     scale = global_scale_from_amax(w.abs().amax())
     by_max = median_ms(lambda: gpu.nvfp4_quantize(w, scale))
-    swept = median_ms(lambda: triton_sweep.nvfp4_sweep(w, scale))
+    swept = median_ms(lambda: gpu.nvfp4_quantize(w, scale, scale_rule="sweep"))
     return {"max_ms": by_max, "sweep_ms": swept, "ratio": swept / by_max}
 
 

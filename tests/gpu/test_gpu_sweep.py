@@ -1,4 +1,4 @@
-"""The sweep kernel against its twin on the CPU: every byte and every count."""
+"""The sweep kernel against its plain torch twin on the CPU: every byte and every count."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ GLOBAL_SCALES = [1.0, 0.02 / 2688, 3.7e-6, 2.0**-126, 1.7 * 2.0**-100, 300.0, 2.
 
 
 @pytest.fixture(scope="module")
-def gpu_sweep():
-    from beamq.formats.kernels import triton_sweep as gpu_sweep
+def gpu():
+    from beamq.formats.kernels import gpu
 
-    return gpu_sweep
+    return gpu
 
 
 def difference(w: torch.Tensor, got: QuantizedTensor, wanted: QuantizedTensor) -> str | None:
@@ -44,9 +44,9 @@ def bits(values: torch.Tensor) -> list[int]:
     return [b & 0xFFFFFFFF for b in values.view(torch.int32).tolist()]
 
 
-def same(gpu_sweep, w: torch.Tensor, scale: float) -> QuantizedTensor:
+def same(gpu, w: torch.Tensor, scale: float) -> QuantizedTensor:
     counts = torch.zeros(4, dtype=torch.int32, device="cuda")
-    got = gpu_sweep.nvfp4_sweep(w.cuda(), torch.tensor(scale), counts=counts)
+    got = gpu.nvfp4_quantize(w.cuda(), torch.tensor(scale), scale_rule="sweep", counts=counts)
     wanted = nvfp4.quantize(w, scale, scale_rule="sweep")
     found = difference(w, got, wanted)
     assert found is None, found
@@ -56,15 +56,15 @@ def same(gpu_sweep, w: torch.Tensor, scale: float) -> QuantizedTensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_random(gpu_sweep, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_random(gpu, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     w = (torch.randn(shape) * 0.02 * torch.logspace(-3, 0, shape[0]).unsqueeze(1)).to(dtype)
-    same(gpu_sweep, w, nvfp4.global_scale_from_amax(w.abs().amax()).item())
+    same(gpu, w, nvfp4.global_scale_from_amax(w.abs().amax()).item())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", GLOBAL_SCALES)
-def test_every_pattern(gpu_sweep, dtype: torch.dtype, scale: float) -> None:
+def test_every_pattern(gpu, dtype: torch.dtype, scale: float) -> None:
     if dtype is torch.float32:
         generator = torch.Generator().manual_seed(1)
         pattern = torch.randint(-(2**31), 2**31 - 1, (65536,), generator=generator)
@@ -72,12 +72,12 @@ def test_every_pattern(gpu_sweep, dtype: torch.dtype, scale: float) -> None:
     else:
         w = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     w = torch.where(w.isfinite(), w, 1.0).view(-1, 64)
-    same(gpu_sweep, w, scale)
+    same(gpu, w, scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [2.0**-12, 1.0])
-def test_ties_between_candidates(gpu_sweep, dtype: torch.dtype, scale: float) -> None:
+def test_ties_between_candidates(gpu, dtype: torch.dtype, scale: float) -> None:
     """Two small whole numbers and zeros make errors equal, a scale above with one below too."""
     torch.manual_seed(2)
     first, second = torch.randint(1, 16, (2, 4096, 1)).float()
@@ -87,13 +87,13 @@ def test_ties_between_candidates(gpu_sweep, dtype: torch.dtype, scale: float) ->
     sign = torch.randn(8192, NVFP4_BLOCK).sign()
     w = torch.cat((lone, mixed)) * 2.0 ** torch.randint(-6, 9, (8192, 1)) * sign * scale
     w = w.view(-1, 64).to(dtype)
-    wanted = same(gpu_sweep, w, scale).block_scale.view(torch.uint8).int()
+    wanted = same(gpu, w, scale).block_scale.view(torch.uint8).int()
     moved = wanted - nvfp4.quantize(w, scale).block_scale.view(torch.uint8).int()
     assert int((moved < 0).sum()) > 500
     assert int((moved > 0).sum()) > 500
 
 
-def test_a_warp_of_blocks_that_want_different_ends(gpu_sweep) -> None:
+def test_a_warp_of_blocks_that_want_different_ends(gpu) -> None:
     """Whether a candidate is passed over depends on all 32 blocks of a warp."""
     torch.manual_seed(3)
     w = torch.randn(64, NVFP4_BLOCK * 32) * 0.02
@@ -102,26 +102,28 @@ def test_a_warp_of_blocks_that_want_different_ends(gpu_sweep) -> None:
     blocks[0::2, 5, 3] = 6e-2
     blocks[1::4] = 0
     scale = 2e-5
-    wanted = same(gpu_sweep, w, scale).block_scale.view(torch.uint8).int()
+    wanted = same(gpu, w, scale).block_scale.view(torch.uint8).int()
     moved = wanted - nvfp4.quantize(w, scale).block_scale.view(torch.uint8).int()
     assert (moved[0::2, 5] <= -3).all()
     assert int(moved[0::2].max()) >= 6
     assert (moved[1::4] == 0).all()
 
 
-def test_a_stack_has_its_own_scales(gpu_sweep) -> None:
+def test_a_stack_has_its_own_scales(gpu) -> None:
     w = torch.randn(3, 32, 64).bfloat16()
     scale = torch.tensor([1e-3, 2e-3, 3e-3])
-    got = gpu_sweep.nvfp4_sweep(w.cuda(), scale)
+    got = gpu.nvfp4_quantize(w.cuda(), scale, scale_rule="sweep")
     for place in range(3):
         wanted = nvfp4.quantize(w[place], scale[place], scale_rule="sweep")
         assert torch.equal(got.codes[place].cpu(), wanted.codes)
 
 
-def test_what_does_not_fit_is_refused(gpu_sweep) -> None:
+def test_what_does_not_fit_is_refused(gpu) -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
-        gpu_sweep.nvfp4_sweep(torch.zeros(2, 24, device="cuda"), torch.tensor(1.0))
+        gpu.nvfp4_quantize(torch.zeros(2, 24, device="cuda"), torch.tensor(1.0), scale_rule="sweep")
     with pytest.raises(ValueError, match="expected BF16"):
-        gpu_sweep.nvfp4_sweep(torch.zeros(2, 32, device="cuda").double(), torch.tensor(1.0))
+        gpu.nvfp4_quantize(
+            torch.zeros(2, 32, device="cuda").double(), torch.tensor(1.0), scale_rule="sweep"
+        )
     with pytest.raises(ValueError, match="2 global scales"):
-        gpu_sweep.nvfp4_sweep(torch.zeros(3, 2, 32, device="cuda"), torch.ones(2))
+        gpu.nvfp4_quantize(torch.zeros(3, 2, 32, device="cuda"), torch.ones(2), scale_rule="sweep")

@@ -1,18 +1,18 @@
-"""CPU kernels over raw buffers, without torch: what conversion and verification run on.
+"""CPU kernels over raw buffers, without torch: conversion and verification run on these.
 
 In:  bytes-like buffers (bytes, bytearray, memoryview, mmap, NumPy arrays) at any alignment, with
-     the dtype as safetensors names it ("BF16", "F16", "F32"); outputs are writable buffers of
-     exactly the right size. `k` is the length of a row; a buffer holds whole rows.
-Out: bytes equal to formats/nvfp4.py and formats/fp8.py, and small records of counts.
+     the dtype's safetensors name ("BF16", "F16", "F32"). `k` is the length of a row; a buffer holds
+     whole rows. Outputs are writable buffers of exactly the right size.
+Out: bytes equal to those of formats/nvfp4.py and formats/fp8.py, and small records of counts.
 
 The C extension `_cpu` does the work and releases the GIL, so threads scale over chunks of rows.
-Where it could not be built, `twin` computes the same with torch, some fifty times slower and after
-torch's import; `BACKEND` says which is in use. The environment variable BEAMQ_CPU_KERNELS=torch
-chooses the twin, =c insists on the extension.
+Where it could not be built, `torch_twin` computes the same with plain torch, some fifty times
+slower. `BACKEND` says which is in use; BEAMQ_CPU_KERNELS=torch chooses the plain torch twin,
+BEAMQ_CPU_KERNELS=c insists on the extension.
 
-Every function raises ValueError when a size, dtype or k doesn't fit, before anything is written;
-these are defects of the caller, not of the user's input. Non-finite values are counted, never
-raised: which tensor they are in is known to the caller only.
+Every function raises ValueError, before it writes anything, for a size, dtype or k that does not
+fit: a defect of the caller. Non-finite values are counted and never raised, since only the caller
+knows which tensor they are in.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class AmaxResult:
+    """The largest magnitude of a buffer, and what is not finite in it."""
+
     amax: float
     """Largest magnitude of the finite values (an exact FP32 number); 0.0 if there are none."""
     nonfinite: int
@@ -37,45 +39,47 @@ class AmaxResult:
     """Index of the first NaN or infinity, -1 if there is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Nvfp4Counts:
-    """Blocks of 16, by what became of their scale."""
+    """Numbers of blocks of 16, by what became of their scale."""
 
     saturated: int
-    """Ideal scale above what rounds to 448: the global scale is too small, values are clipped."""
+    """The ideal scale is above what rounds to 448: the global scale is too small, values clip."""
     underflow: int
-    """Ideal scale that would round to 0 and was raised to 2^-9: small next to the tensor's amax."""
+    """The ideal scale would round to 0 and became 2^-9: small next to the tensor's amax."""
     zero: int
-    """All zeros; scale 1.0."""
+    """All values are zero; the scale is 1.0."""
     nonfinite: int
-    """Holding a NaN or an infinity: the bytes mean nothing, refuse the tensor."""
+    """The block holds a NaN or an infinity: its bytes mean nothing, refuse the tensor."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fp8Counts:
+    """What is out of the ordinary in FP8 rows."""
+
     nonfinite: int
     first_nonfinite: int
     """Index in the buffer, -1 if there is none."""
     zero_rows: int
-    """Rows of zeros; scale 1/448."""
+    """Rows of zeros; their scale is 1/448."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BlockComparison:
-    """A source and its quantized form, element by element; sums of chunks may be added."""
+    """A source and its quantized form, element by element; results of chunks may be added."""
 
     sum_sq_error: float
     sum_sq_source: float
     max_abs_error: float
     out_of_bound: int
-    """Elements that no rounding to nearest would have given (see `nvfp4_compare`)."""
+    """Elements that no rounding to nearest would give (see `nvfp4_compare`)."""
     first_out_of_bound: int
     """Index in the buffer, -1 if there is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ScaleScan:
-    """Faulty bytes among stored E4M3 scales, which have to be positive numbers."""
+    """Faulty bytes among stored E4M3 scales, which must be positive numbers."""
 
     nan: int
     zero: int
@@ -97,7 +101,7 @@ def _choose() -> tuple[Any, Literal["c", "torch"]]:
             if wanted == "c":
                 raise EnvironmentFault(
                     f"BEAMQ_CPU_KERNELS=c, but the compiled kernels cannot be imported ({error}). "
-                    "Reinstall beamq where a C compiler is found."
+                    "Reinstall beamq on a machine with a C compiler."
                 ) from error
     from beamq.formats.kernels import torch_twin  # imports torch
 
@@ -117,8 +121,7 @@ def nvfp4_global_scale(amax: float) -> float:
 
 
 def amax(src: Buffer, dtype: str) -> AmaxResult:
-    value, nonfinite, first = _backend.amax(src, dtype)
-    return AmaxResult(amax=value, nonfinite=nonfinite, first_nonfinite=first)
+    return AmaxResult(*_backend.amax(src, dtype))
 
 
 def nvfp4_quantize(
@@ -134,8 +137,8 @@ def nvfp4_quantize(
 ) -> Nvfp4Counts:
     """Rows [N, k] -> `out_codes` [N, k/2] and `out_scales` E4M3 [N, k/16]; k a multiple of 16.
 
-    `scale_rule` is "max" or "sweep"; the latter may have `weights`, k FP32 numbers that weigh the
-    squared errors of the columns. Counts are of the `max` rule's scales either way.
+    `scale_rule` is "max" or "sweep". The sweep takes `weights`, k FP32 numbers that weigh the
+    squared errors of the columns. Counts are those of the `max` rule's scales in both cases.
     """
     if scale_rule == "sweep":
         counts = _backend.nvfp4_sweep(src, dtype, k, global_scale, weights, out_codes, out_scales)
@@ -143,16 +146,14 @@ def nvfp4_quantize(
         counts = _backend.nvfp4_quantize(src, dtype, k, global_scale, out_codes, out_scales)
     else:
         raise ValueError(f"scale_rule '{scale_rule}' is not 'sweep', or 'max' without weights")
-    saturated, underflow, zero, nonfinite = counts
-    return Nvfp4Counts(saturated=saturated, underflow=underflow, zero=zero, nonfinite=nonfinite)
+    return Nvfp4Counts(*counts)
 
 
 def fp8_quantize_rows(
     src: Buffer, dtype: str, k: int, out_codes: Buffer, out_scales: Buffer
 ) -> Fp8Counts:
     """Rows [N, k] -> `out_codes` E4M3 [N, k] and `out_scales` F32 [N]."""
-    nonfinite, first, zero_rows = _backend.fp8_quantize_rows(src, dtype, k, out_codes, out_scales)
-    return Fp8Counts(nonfinite=nonfinite, first_nonfinite=first, zero_rows=zero_rows)
+    return Fp8Counts(*_backend.fp8_quantize_rows(src, dtype, k, out_codes, out_scales))
 
 
 def nvfp4_dequantize(
@@ -189,28 +190,28 @@ def nvfp4_compare(
     *,
     swept: bool = False,
 ) -> BlockComparison:
-    """Decode and compare with the source rows the codes were made from.
+    """Decode and compare with the source rows that the codes were made from.
 
-    With s = block_scale * global_scale, an element is in bound if |x| lies, along its code's sign,
-    between the midpoints to the neighbouring E2M1 magnitudes times s. For the code 6 the upper end
-    is 6 * global_scale * (block_scale + half the E4M3 gap above it): what a block scale rounded
-    down to nearest leaves beyond the grid, so deliberate clipping is out of bound. Both ends
-    are widened by what FP32 rounding may move them (2^-22 of x). A scale that is NaN, zero or
-    negative puts its whole block out of bound.
+    With s = block_scale * global_scale, an element is in bound if |x| lies, in the direction of its
+    code's sign, between the midpoints to the neighbouring E2M1 magnitudes times s. For the code 6
+    the upper end is 6 * global_scale * (block_scale + half the E4M3 gap above it): as far as values
+    reach beyond the grid when the block scale was rounded down to nearest. Deliberate clipping is
+    thus out of bound. Both ends are widened by what FP32 rounding may move them (2^-22 of x). A
+    scale that is NaN, zero or negative puts its whole block out of bound.
 
-    With `swept`, what is beyond the grid may be clipped to 6, and a block scale that is not among
+    With `swept`, values beyond the grid may be clipped to 6, and a block scale that is not among
     the sweep's candidates for the block puts the whole block out of bound.
     """
-    return _comparison(
-        _backend.nvfp4_compare(src, src_dtype, codes, scales, k, global_scale, swept)
+    return BlockComparison(
+        *_backend.nvfp4_compare(src, src_dtype, codes, scales, k, global_scale, swept)
     )
 
 
 def fp8_compare(
     src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int
 ) -> BlockComparison:
-    """As `nvfp4_compare`, on the E4M3 grid times the row's scale; 448 reaches up to 464."""
-    return _comparison(_backend.fp8_compare(src, src_dtype, codes, scales, k))
+    """Like `nvfp4_compare`, on the E4M3 grid times the row's scale; 448 reaches up to 464."""
+    return BlockComparison(*_backend.fp8_compare(src, src_dtype, codes, scales, k))
 
 
 def equal(a: Buffer, b: Buffer) -> int:
@@ -220,16 +221,4 @@ def equal(a: Buffer, b: Buffer) -> int:
 
 
 def scan_e4m3_scales(scales: Buffer) -> ScaleScan:
-    nan, zero, negative, first = _backend.scan_e4m3_scales(scales)
-    return ScaleScan(nan=nan, zero=zero, negative=negative, first=first)
-
-
-def _comparison(numbers: tuple[float, float, float, int, int]) -> BlockComparison:
-    error, source, worst, count, first = numbers
-    return BlockComparison(
-        sum_sq_error=error,
-        sum_sq_source=source,
-        max_abs_error=worst,
-        out_of_bound=count,
-        first_out_of_bound=first,
-    )
+    return ScaleScan(*_backend.scan_e4m3_scales(scales))

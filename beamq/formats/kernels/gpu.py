@@ -1,16 +1,17 @@
-"""GPU kernels over CUDA tensors: the bytes of formats/nvfp4.py and fp8.py, near memory speed.
+"""GPU kernels: the bytes of formats/nvfp4.py and fp8.py near memory speed.
 
-In:  contiguous CUDA tensors in BF16, F16 or FP32, one matrix [N, K] or a stack [G, N, K].
+In:  contiguous CUDA tensors in BF16, F16 or FP32, one matrix [N, K] or a stack [G, N, K]; for a
+     conversion job (`nvfp4_group`, `fp8_rows`) addresses of device memory.
 Out: tensors on the same device, made here or given; counts of odd blocks and rows, added to int32
      tensors on the device, so that nothing waits for the GPU until the caller looks.
 
-The Triton code is in gpu_nvfp4.py, gpu_fp8.py and gpu_activations.py; this file checks shapes,
-chooses block sizes and launches. Each function has a plain twin: `nvfp4_quantize` is
-`nvfp4.quantize`, and so on; tests compare every byte.
+The Triton code is in triton_*.py; this module checks shapes, chooses block sizes and launches. Each
+function has a plain torch twin (`nvfp4_quantize` is `nvfp4.quantize`, and so on), and tests compare
+every byte.
 
-Non-finite values are never raised here: NVFP4 counts blocks, FP8 rows, and `amax` shows them as
-infinity or NaN; which tensor they are in is known to the caller only. A shape or dtype that doesn't
-fit raises ValueError before anything is launched: a defect of the caller.
+Non-finite values never raise here: NVFP4 counts blocks, FP8 counts rows, and `amax` is infinity or
+NaN; only the caller knows which tensor they are in. A shape or dtype that does not fit is a defect
+of the caller and raises ValueError before a launch.
 
 Limits: NVIDIA GPUs of compute capability 8.9 or later (the E4M3 cast), Triton installed.
 """
@@ -18,6 +19,7 @@ Limits: NVIDIA GPUs of compute capability 8.9 or later (the E4M3 cast), Triton i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -25,9 +27,9 @@ import triton.language as tl
 
 from beamq.formats import nvfp4
 from beamq.formats.kernels import COUNTS_WORD, SCALE_WORD, triton_fp8, triton_nvfp4, triton_sweep
+from beamq.formats.kernels.triton_fp8 import FLOOR
 from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
 from beamq.formats.nvfp4 import QuantizedTensor, round_up
-from beamq.io.safetensors_header import ITEMSIZE
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WARP = 32
@@ -38,21 +40,11 @@ _BLOCKS = 256  # of a program, one a thread
 def amax(w: torch.Tensor) -> torch.Tensor:
     """FP32 [G] (or [] for a matrix): largest magnitude of each; infinity or NaN if it holds one."""
     stack = _stack(w)
-    words = stack[0].nbytes // 4
     peaks = torch.zeros(stack.shape[0], dtype=torch.int32, device=w.device)
-    if words * 4 != stack[0].nbytes:
+    if stack[0].nbytes % 4:
         raise ValueError(f"a matrix of {stack[0].nbytes} bytes; expected a multiple of 4")
     if stack.numel():
-        grid = (triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), stack.shape[0])
-        triton_nvfp4.amax_kernel[grid](
-            _words(stack),
-            peaks,
-            words,
-            DTYPE=_DTYPES[w.dtype],
-            TILE=_AMAX_TILE,
-            STEPS=_AMAX_STEPS,
-            num_warps=8,
-        )
+        _launch_amax(_words(stack), peaks, stack[0].nbytes // 4, stack.shape[0], w.dtype)
     return peaks.view(torch.float32).view(w.shape[:-2])
 
 
@@ -60,13 +52,14 @@ def nvfp4_quantize(
     w: torch.Tensor,
     global_scale: torch.Tensor,
     *,
+    scale_rule: str = "max",
     out: QuantizedTensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """`nvfp4.quantize` of a matrix or a stack; `global_scale` FP32 [] or [G], on the device.
+    """`nvfp4.quantize` of a matrix or a stack; `global_scale` FP32 [] or [G].
 
     `counts` int32 [4] is added to: blocks saturated, raised from underflow, zero, not finite (see
-    kernels/cpu.py's `Nvfp4Counts`).
+    `cpu.Nvfp4Counts`).
     """
     stack = _stack(w)
     lead, n, k = w.shape[:-2], *w.shape[-2:]
@@ -83,25 +76,51 @@ def nvfp4_quantize(
         )
     if counts is None:
         counts = torch.zeros(4, dtype=torch.int32, device=w.device)
-    blocks = n * k // NVFP4_BLOCK
     if stack.numel():
-        triton_nvfp4.quantize_kernel[(triton.cdiv(blocks, _BLOCKS), stack.shape[0])](
+        arrays = (
             _words(stack),
             _words(out.codes),
             out.block_scale.view(torch.int8),
             scales.expand(stack.shape[0]).contiguous(),
             counts,
-            blocks,
-            DTYPE=_DTYPES[w.dtype],
-            TILE=_BLOCKS,
-            EVEN=blocks % _BLOCKS == 0,
-            num_warps=_BLOCKS // _WARP,
         )
+        _launch_quantize(scale_rule, arrays, n * k // NVFP4_BLOCK, stack.shape[0], w.dtype)
     return out
 
 
+def _launch_amax(src: Any, peaks: Any, words: int, tensors: int, dtype: torch.dtype) -> None:
+    triton_nvfp4.amax_kernel[(triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), tensors)](
+        src,
+        peaks,
+        words,
+        DTYPE=_DTYPES[dtype],
+        TILE=_AMAX_TILE,
+        STEPS=_AMAX_STEPS,
+        num_warps=8,
+    )
+
+
+def _launch_quantize(
+    scale_rule: str, arrays: tuple[Any, ...], blocks: int, tensors: int, dtype: torch.dtype
+) -> None:
+    """`arrays`: source words, code words, scales, global scales, counts; `blocks` a tensor."""
+    kernel, tile, options = triton_nvfp4.quantize_kernel, _BLOCKS, {}
+    if scale_rule == "sweep":
+        kernel, tile = triton_sweep.sweep_kernel, triton_sweep.TILE
+        options = {"enable_fp_fusion": False}
+    kernel[(triton.cdiv(blocks, tile), tensors)](
+        *arrays,
+        blocks,
+        DTYPE=_DTYPES[dtype],
+        TILE=tile,
+        EVEN=blocks % tile == 0,
+        num_warps=tile // _WARP,
+        **options,
+    )
+
+
 def nvfp4_dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """`nvfp4.dequantize` to BF16 or FP32; a stack has a global scale for each matrix."""
+    """`nvfp4.dequantize` to BF16 or FP32. A stack has a global scale for each matrix."""
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype {dtype}; expected bfloat16 or float32")
     lead, n, half = q.codes.shape[:-2], *q.codes.shape[-2:]
@@ -133,7 +152,7 @@ def fp8_quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fp8.quantize_rows`: codes E4M3 [..., K] and scale F32 [..., 1] of rows [..., K].
 
-    With `swiglu` the input is [..., 2K], gate beside up, and their product is what is quantized.
+    With `swiglu` the input is [..., 2K], gate then up, and the rows are silu(gate) * up.
     `counts` int32 [2] is added to: rows that are not finite, rows of zeros.
     """
     _check(w)
@@ -146,19 +165,21 @@ def fp8_quantize_rows(
     if counts is None:
         counts = torch.zeros(2, dtype=torch.int32, device=w.device)
     if rows and k:
-        chunk = _chunk(k)
-        triton_fp8.quantize_rows_kernel[(rows,)](
-            w,
-            codes,
-            scale,
-            counts,
-            stride=w.shape[-1],
-            K=k,
-            CHUNK=chunk,
-            SWIGLU=swiglu,
-            num_warps=_warps(chunk),
-        )
+        _launch_fp8((w, codes, scale, counts), rows, k, swiglu=swiglu)
     return codes, scale
+
+
+def _launch_fp8(arrays: tuple[Any, ...], rows: int, k: int, *, swiglu: bool) -> None:
+    """`arrays`: source, codes, scales, counts."""
+    chunk = _chunk(k)
+    triton_fp8.quantize_rows_kernel[(rows,)](
+        *arrays,
+        stride=2 * k if swiglu else k,
+        K=k,
+        CHUNK=chunk,
+        SWIGLU=swiglu,
+        num_warps=_warps(chunk),
+    )
 
 
 def fp8_dequantize_rows(
@@ -187,7 +208,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     if out.numel():
         chunk = _chunk(width)
-        triton_nvfp4.swiglu_kernel[(out.numel() // width,)](
+        triton_fp8.swiglu_kernel[(out.numel() // width,)](
             gate_up, out, WIDTH=width, CHUNK=chunk, num_warps=_warps(chunk)
         )
     return out
@@ -240,7 +261,7 @@ def nvfp4_tokens(
 
 
 def _chunk(k: int) -> int:
-    """Length of the pieces a row is held in: a power of two that divides it, if there is one."""
+    """Length of a row's chunks: a power of two up to 2,048 that divides the row, if one does."""
     divisor = k & -k
     return min(2048, divisor if divisor >= 256 else max(16, triton.next_power_of_2(min(k, 1024))))
 
@@ -270,29 +291,24 @@ def _words(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1).view(torch.int32)
 
 
-# A conversion job's kernels on the GPU: launched one after another, nothing waits in between.
+# The kernels of one conversion job, launched one after another with no wait in between.
 #
-# In:  addresses of device memory: source bytes of packed rows [n, k] (of an NVFP4 scale group the
-#      members' rows one below the other), and room for codes, scales and `RESULT_NBYTES` of zeros.
-# Out: codes and scales as formats/nvfp4.py and fp8.py have them; in `info` what the caller has to
-#      know, for one copy to the host (`kernels.KernelResult`).
+# In:  addresses of device memory, multiples of 16: the source bytes of packed rows [n, k] (for an
+#      NVFP4 scale group the rows of all members, one after another), and room for codes, scales and
+#      `RESULT_NBYTES` zeros.
+# Out: codes and scales; in `info` a `KernelResult`, for one copy to the host.
 #
-# The global scale of a group is computed where the largest magnitude is, on the device: fetching
-# the one to compute the other would stop the stream of copies and kernels for each of 25,000
-# groups. It is one IEEE division, so its bits are those of `cpu.nvfp4_global_scale`, and the
-# caller compares.
+# The global scale of a group is computed on the device: fetching the largest magnitude to compute
+# it on the host would stop the stream of copies and kernels for each of 25,000 groups. It is one
+# IEEE division, so its bits are those of `cpu.nvfp4_global_scale`, which the caller compares.
 #
-# Kernels are launched on bare addresses: a view of a tensor costs a turn at the interpreter, of
-# which conversion has none to spare (convert/gpu_queue.py). Limits: as gpu.py; addresses are
-# multiples of 16. Launches go to the current stream.
-
-_CODES = {"BF16": 0, "F16": 1, "F32": 2}
-_FLOOR = tl.constexpr(2.0**-126)
+# Kernels get bare addresses, because making a view of a tensor needs the interpreter, of which
+# conversion has no time to spare (convert/gpu_queue.py). They run in the current stream.
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """What Triton takes for a tensor: an address and the dtype of what lies there."""
+    """What Triton accepts for a tensor: an address and the dtype of what lies there."""
 
     address: int
     dtype: torch.dtype
@@ -304,10 +320,10 @@ class Pointer:
 
 @triton.jit
 def _scale_kernel(info: tl.tensor, SCALE: tl.constexpr) -> None:
-    """The global scale behind amax in `info`; FP32 words, one program."""
+    """Write the global scale for the amax in `info`. FP32 words, one program."""
     amax = tl.load(info)
     one_if_zero = tl.where(amax == 0, 1.0, amax)
-    tl.store(info + SCALE, tl.maximum(tl.div_rn(one_if_zero, 2688.0), _FLOOR))
+    tl.store(info + SCALE, tl.maximum(tl.div_rn(one_if_zero, 2688.0), FLOOR))
 
 
 def nvfp4_group(
@@ -317,50 +333,28 @@ def nvfp4_group(
 
     `dtype` is the source's ("BF16", "F16", "F32"); `scale_rule` is "max" or "sweep".
     """
-    words, blocks = n * k * ITEMSIZE[dtype] // 4, n * k // NVFP4_BLOCK
+    of = TORCH_DTYPES[dtype]
     src = Pointer(source, torch.int32)
-    triton_nvfp4.amax_kernel[(triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), 1)](
-        src,
-        Pointer(info, torch.int32),
-        words,
-        DTYPE=_CODES[dtype],
-        TILE=_AMAX_TILE,
-        STEPS=_AMAX_STEPS,
-        num_warps=8,
-    )
+    _launch_amax(src, Pointer(info, torch.int32), n * k * of.itemsize // 4, 1, of)
     _scale_kernel[(1,)](Pointer(info, torch.float32), SCALE=SCALE_WORD)
-    sweeps = scale_rule == "sweep"
-    kernel = triton_sweep.sweep_kernel if sweeps else triton_nvfp4.quantize_kernel
-    tile = triton_sweep._TILE if sweeps else _BLOCKS
-    more = {"enable_fp_fusion": False} if sweeps else {}
-    kernel[(triton.cdiv(blocks, tile), 1)](
+    arrays = (
         src,
         Pointer(codes, torch.int32),
         Pointer(scales, torch.int8),
         Pointer(info + 4 * SCALE_WORD, torch.float32),
         Pointer(info + 4 * COUNTS_WORD, torch.int32),
-        blocks,
-        DTYPE=_CODES[dtype],
-        TILE=tile,
-        EVEN=blocks % tile == 0,
-        num_warps=tile // 32,
-        **more,
     )
+    _launch_quantize(scale_rule, arrays, n * k // NVFP4_BLOCK, 1, of)
 
 
 def fp8_rows(
     source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int
 ) -> None:
     """Codes E4M3 [n, k] and row scales F32 [n, 1]."""
-    chunk = _chunk(k)
-    triton_fp8.quantize_rows_kernel[(n,)](
+    arrays = (
         Pointer(source, TORCH_DTYPES[dtype]),
         Pointer(codes, torch.float8_e4m3fn),
         Pointer(scales, torch.float32),
         Pointer(info + 4 * COUNTS_WORD, torch.int32),
-        stride=k,
-        K=k,
-        CHUNK=chunk,
-        SWIGLU=False,
-        num_warps=_warps(chunk),
     )
+    _launch_fp8(arrays, n, k, swiglu=False)

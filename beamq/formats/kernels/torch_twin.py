@@ -1,12 +1,12 @@
-"""The CPU kernels' twins: the same functions over raw buffers, computed with plain torch.
+"""The plain torch twin of the CPU kernels: the same functions over raw buffers.
 
-In and out as `_cpu` (cpu.py chooses between the two and documents both): buffers, dtype names,
-plain tuples of numbers, ValueError for a size that doesn't fit. Slow, and used for two things:
-where no compiler was found at install time, and as the other side of the tests that hold the C
-code to formats/nvfp4.py and formats/fp8.py.
+In and out as in `_cpu` (cpu.py chooses between the two and documents both): buffers, dtype names,
+plain tuples of numbers, ValueError for a size that does not fit. It is slow and has two uses: it
+runs where no compiler was found at install time, and tests compare the C code with it, so with
+formats/nvfp4.py and formats/fp8.py.
 
-Limit: sums of squares may differ from the C code's in the last bits, as the order of addition
-does; everything else is equal.
+Limits: sums of squares may differ from the C code's in the last bits, because the order of
+addition differs. Everything else is equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def amax(src: Buffer, dtype: str) -> tuple[float, int, int]:
 def nvfp4_quantize(
     src: Buffer, dtype: str, k: int, global_scale: float, out_codes: Buffer, out_scales: Buffer
 ) -> tuple[int, int, int, int]:
-    return _nvfp4_quantize(src, dtype, k, global_scale, "max", None, out_codes, out_scales)
+    return nvfp4_sweep(src, dtype, k, global_scale, None, out_codes, out_scales, scale_rule="max")
 
 
 def nvfp4_sweep(
@@ -56,19 +56,7 @@ def nvfp4_sweep(
     weights: Buffer | None,
     out_codes: Buffer,
     out_scales: Buffer,
-) -> tuple[int, int, int, int]:
-    return _nvfp4_quantize(src, dtype, k, global_scale, "sweep", weights, out_codes, out_scales)
-
-
-def _nvfp4_quantize(
-    src: Buffer,
-    dtype: str,
-    k: int,
-    global_scale: float,
-    rule: str,
-    weights: Buffer | None,
-    out_codes: Buffer,
-    out_scales: Buffer,
+    scale_rule: str = "sweep",
 ) -> tuple[int, int, int, int]:
     _check_nvfp4(k, global_scale)
     w_NK = _source(src, dtype, k)
@@ -78,13 +66,13 @@ def _nvfp4_quantize(
     weight_K = None if weights is None else _sized("weights", weights, k * 4).view(torch.float32)
     if n == 0:
         return 0, 0, 0, 0
-    q = nvfp4.quantize(w_NK, global_scale, scale_rule=rule, weight_K=weight_K)
+    q = nvfp4.quantize(w_NK, global_scale, scale_rule=scale_rule, weight_K=weight_K)
     codes.copy_(q.codes.flatten())
     scales.copy_(q.block_scale.view(torch.uint8).flatten())
     amax_B = w_NK.view(-1, NVFP4_BLOCK).abs().amax(dim=-1)
     ideal_B = amax_B / (6.0 * q.global_scale)
     finite_B = amax_B.isfinite()
-    # 464 and 2^-10 are where rounding to nearest would leave the scales allowed.
+    # Beyond 464, and at or below 2^-10, rounding to nearest leaves the range of scales.
     saturated = int(((ideal_B > 464.0) & finite_B).sum())
     underflow = int(((ideal_B <= E4M3_MIN / 2) & (ideal_B > 0)).sum())
     return saturated, underflow, int((amax_B == 0).sum()), int((~finite_B).sum())
@@ -168,7 +156,7 @@ def nvfp4_compare(
     scale_bytes = _sized("scales", scales, n * k // NVFP4_BLOCK)
     code_B16 = unpack_nibbles(packed).view(-1, NVFP4_BLOCK)
     block_scale_B1 = scale_bytes.view(torch.float8_e4m3fn).double().unsqueeze(-1)
-    # Through FP32, since that is what a stored global scale is.
+    # Rounded to FP32 first, because that is how a global scale is stored.
     g = torch.tensor(global_scale, dtype=torch.float32).double()
     step_B1 = block_scale_B1 * g
     magnitudes = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
@@ -191,7 +179,7 @@ def nvfp4_compare(
 def _foreign_scales(
     x_B16: torch.Tensor, scale_bytes: torch.Tensor, g: torch.Tensor
 ) -> torch.Tensor:
-    """Blocks whose scale is none that the sweep may choose; all-zero blocks have no choice."""
+    """Blocks whose scale the sweep cannot choose; for all-zero blocks it has no choice."""
     middle_B = nvfp4.max_block_scales(x_B16, g).view(torch.uint8)
     offset_B = scale_bytes.to(torch.int16) - middle_B.to(torch.int16)
     zero_B = (x_B16 == 0).all(dim=-1)
@@ -239,7 +227,8 @@ def _compare(
     low: torch.Tensor,
     high: torch.Tensor,
 ) -> tuple[float, float, float, int, int]:
-    """All FP64; low <= x <= high is asked of x seen along the code's sign, with rounding slack."""
+    """All tensors are FP64. Tests low <= x <= high, x taken along the code's sign, with slack for
+    FP32 rounding."""
     if x.numel() == 0:
         return 0.0, 0.0, 0.0, 0, -1
     error = x - decoded
@@ -275,7 +264,7 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(view: memoryview) -> torch.Tensor:
-    """U8 tensor over a buffer; one that is empty or read-only, which torch refuses, is copied."""
+    """U8 tensor over a buffer. Empty or read-only buffers, which torch refuses, are copied."""
     if len(view) == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)

@@ -1,20 +1,18 @@
-"""FP8 rows on NVIDIA GPUs: Triton code that gives the bytes of formats/fp8.py.
+"""FP8 rows on NVIDIA GPUs: Triton kernels that give the bytes of formats/fp8.py; SwiGLU.
 
 In:  rows of K values in BF16, F16 or FP32. Out: E4M3 codes [N, K] and FP32 scales [N]; or values.
 
 The one idea: a program owns a row and keeps it in registers between its two uses, the maximum and
-the codes, so that each byte crosses the memory bus once. A row is held as a tuple of chunks whose
-length is a power of two that (nearly) divides K, since Triton's blocks are powers of two and
-padding 5,120 to 8,192 would idle a third of the threads.
+the codes, so each byte crosses the memory bus once. A row is a tuple of chunks whose length is a
+power of two that (nearly) divides K, because Triton's blocks are powers of two and padding 5,120 to
+8,192 would idle a third of the threads. A quotient costs one reciprocal per row and two fused
+multiply-adds per value (see triton_nvfp4.py).
 
-A quotient costs one reciprocal a row and two fused multiply-adds a value: see gpu_nvfp4.py. The
-order of operands in them keeps the sign of zeros.
+With SWIGLU the row is silu(gate) * up instead, computed in FP32 and rounded once to the source
+dtype before anything else uses it, as in the forward pass.
 
-With `up`, the row is SwiGLU's output instead: silu(gate) * up in FP32, rounded once to the source
-dtype before anything else sees it, as the forward pass does.
-
-Limits: compute capability 8.9 for the E4M3 cast; a row with a NaN or infinity is counted and its
-bytes mean nothing. K up to a few ten thousand (registers).
+Limits: compute capability 8.9 for the E4M3 cast; K up to a few ten thousand (registers). A row
+with a NaN or infinity is counted, and its bytes mean nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_FAST_LOW = tl.constexpr(2.0**-90)
-_FLOOR = tl.constexpr(2.0**-126)
+_FAST_LOW = tl.constexpr(2.0**-90)  # below, the remainder in `_encode` may lose bits to underflow
+FLOOR = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -44,12 +42,13 @@ def _encode(x: tl.tensor, scale: tl.tensor, reciprocal: tl.tensor, FAST: tl.cons
     value = x.to(tl.float32)
     if FAST:
         first = value * reciprocal
-        # Triton's unary minus is 0 - x, which would lose the sign of a zero (and cost an addition).
+        # `excess` is the exact first * scale - value. This order of operands keeps the sign of a
+        # zero: the last sum is then -0 + -0. Triton's unary minus would lose it, being 0 - x.
         excess = tl.fma(first, scale, value * -1.0)
         quotient = tl.fma(excess, reciprocal * -1.0, first)
     else:
         quotient = tl.div_rn(value, scale)
-    # At most 448 and a rounding, as the scale comes from the largest value: no NaN can arise.
+    # The scale comes from the largest value, so this is at most 448 and a rounding: never NaN.
     return quotient.to(tl.float8e4nv)
 
 
@@ -67,7 +66,7 @@ def _store_row(
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     for i in tl.static_range(CHUNKS):
         codes = _encode(row[i], scale, reciprocal, FAST)
-        if (i + 1) * CHUNK <= K:
+        if (i + 1) * CHUNK <= K:  # known when compiled: only the last chunk may need a mask
             tl.store(out + i * CHUNK + lane, codes)
         else:
             tl.store(out + i * CHUNK + lane, codes, mask=i * CHUNK + lane < K)
@@ -84,7 +83,8 @@ def quantize_rows_kernel(
     CHUNK: tl.constexpr,
     SWIGLU: tl.constexpr,
 ) -> None:
-    """One row a program; `stride` elements between rows of `src`; with SWIGLU, up follows gate."""
+    """One row a program; `stride` elements between rows of `src`. With SWIGLU, a row is K values
+    of gate, then K of up."""
     index = tl.program_id(0).to(tl.int64)
     src += index * stride
     lane = tl.arange(0, CHUNK)
@@ -101,11 +101,12 @@ def quantize_rows_kernel(
             x = tl.load(src + at, mask=at < K, other=0.0)
             if SWIGLU:
                 x = swiglu(x, tl.load(src + K + at, mask=at < K, other=0.0))
+        # A tuple, because each chunk is an array of its own: nothing is indexed when it runs.
         row = row + (x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's have none
-        peak = _larger(peak, tl.abs(x.to(tl.float32)))
+        peak = _larger(peak, tl.abs(x.to(tl.float32)))  # a NaN stays, to be counted
     amax = tl.reduce(peak, 0, _larger)
     one_if_zero = tl.where(amax == 0, 1.0, amax)
-    scale = tl.maximum(tl.div_rn(one_if_zero, 448.0), _FLOOR)
+    scale = tl.maximum(tl.div_rn(one_if_zero, 448.0), FLOOR)
     tl.store(scales + index, scale)
     out = codes + index * K
     if scale >= _FAST_LOW:
@@ -127,7 +128,7 @@ def dequantize_rows_kernel(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """fl(code * scale), one row a program, rounded once more to `out`'s dtype."""
+    """fl(code * scale), rounded once more to `out`'s dtype; one row a program."""
     index = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales + index)
     lane = tl.arange(0, CHUNK)
@@ -142,3 +143,21 @@ def dequantize_rows_kernel(
         else:
             value = tl.load(codes + at, mask=at < K, other=0.0).to(tl.float32) * scale
             tl.store(out + at, value.to(out.dtype.element_ty), mask=at < K)
+
+
+@triton.jit
+def swiglu_kernel(src: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, CHUNK: tl.constexpr) -> None:
+    """out[s, i] = silu(src[s, i]) * src[s, WIDTH + i], FP32 inside; one row a program."""
+    CHUNKS: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    row = tl.program_id(0).to(tl.int64)
+    src += row * (2 * WIDTH)
+    out += row * WIDTH
+    for i in tl.static_range(CHUNKS):
+        at = i * CHUNK + tl.arange(0, CHUNK)
+        if (i + 1) * CHUNK <= WIDTH:
+            tl.store(out + at, swiglu(tl.load(src + at), tl.load(src + WIDTH + at)))
+        else:
+            inside = at < WIDTH
+            gate = tl.load(src + at, mask=inside, other=0.0)
+            up = tl.load(src + WIDTH + at, mask=inside, other=0.0)
+            tl.store(out + at, swiglu(gate, up), mask=inside)

@@ -1,19 +1,19 @@
-"""One block of GPTQ on NVIDIA GPUs: Triton code that gives the bits of formats/gptq.py.
+"""One block of GPTQ on NVIDIA GPUs: a Triton kernel that gives the bits of formats/gptq.py.
 
 In:  the moved values of a block's 16 columns, [E, 16, N], its weights, its part of the factor.
 Out: codes, scale codes, and w - rounded in place of the weights.
 
-The one idea: a thread owns a row, so that its 16 weights, 16 moved values and their 16 successors
-stay in registers while 16 candidate scales pass by; the feedback inside the block is 120 products
-and sums for each candidate with factors that all rows of an expert share, loaded once. N lies last,
-so neighbouring threads read neighbouring addresses. Between blocks the feedback is a GEMM of the
-caller's.
+The one idea: a thread owns a row, so that its 16 weights, 16 moved values and their 16 updates stay
+in registers while 16 candidate scales are tried. The feedback inside the block is 120 products and
+sums for each candidate, with factors that all rows of an expert share and that are loaded once. N
+is the last dimension, so neighbouring threads read neighbouring addresses. Feedback between blocks
+is a GEMM in formats/gptq.py.
 
-The order of operations is the twin's and nothing may be fused (`enable_fp_fusion=False`): a product
-rounded by itself is what plain torch can do on every device. Bound by arithmetic: some 500
-instructions a weight.
+The order of operations is that of the plain torch twin, and nothing may be fused
+(`enable_fp_fusion=False`): plain torch can round each product by itself on every device. Bound by
+arithmetic: some 500 instructions for each weight.
 
-Limits: as gpu.py; finite values.
+Limits: finite values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from beamq.formats.kernels.triton_nvfp4 import as_float
+from beamq.formats.kernels.triton_nvfp4 import as_float, e4m3_value
 from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.formats.nvfp4 import candidate_offsets
 
@@ -31,38 +31,34 @@ _TILE = 128  # rows of a program, one a thread
 _ABS = tl.constexpr(0x7FFFFFFF)
 _EXPONENT = tl.constexpr(0x7F800000)
 _ONE = tl.constexpr(0x3F800000)
-_MAGIC_ABOVE = tl.constexpr((22 << 23) + 0x400000)  # from 2^e to 1.5 * 2^(22 + e)
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+_TO_MAGIC = tl.constexpr((22 << 23) + 0x400000)  # added to the bits of 2^e: 1.5 * 2^(22 + e)
+_LARGEST = tl.constexpr(3.4028234663852886e38)  # of FP32
 
 
 @triton.jit
 def _nearest(q: tl.tensor) -> tl.tensor:
     """The E2M1 value nearest to q, ties to the even code."""
     inside = tl.minimum(tl.maximum(q, -6.0), 6.0)
-    exponent = inside.to(tl.int32, bitcast=True) & _EXPONENT
-    magic = as_float(tl.maximum(exponent, _ONE) + _MAGIC_ABOVE)
+    # 2^e, where e is the exponent of q but at least 0, since values below 2 are all 1/2 apart.
+    exponent = tl.maximum(inside.to(tl.int32, bitcast=True) & _EXPONENT, _ONE)
+    # A sum with 1.5 * 2^(22 + e) has the unit 2^(e - 1), which is the grid's spacing there.
+    magic = as_float(exponent + _TO_MAGIC)
     return (inside + magic) - magic
 
 
 @triton.jit
 def _code(nearest: tl.tensor, q: tl.tensor) -> tl.tensor:
-    """The code of an E2M1 value; the sign is q's, which a rounded zero has lost."""
+    """The code of an E2M1 value. The sign is that of q, because a rounded zero has lost it."""
     size = as_float(nearest.to(tl.int32, bitcast=True) & _ABS)
+    # The line through codes 0..4, that through 4..6, that through 6 and 7: the least one is right.
     index = tl.minimum(tl.minimum(size * 2.0, size + 2.0), size * 0.5 + 4.0)
     return index.to(tl.int32) + tl.where(q < 0, 8, 0)
 
 
 @triton.jit
-def _value(code: tl.tensor) -> tl.tensor:
-    """FP32 of an E4M3 code from 1 to 126."""
-    normal = as_float((code << 20) + (120 << 23))
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
-
-
-@triton.jit
 def _max_code(moved: tl.tuple, global_scale: tl.tensor) -> tl.tensor:
-    """The `max` rule's scale code of a block, rounded to the nearest even by hand: so it needs no
-    E4M3 cast, and the interpreter's is wrong where rounding reaches the next power of two."""
+    """The `max` rule's scale code of a block, rounded to nearest even by hand. An E4M3 cast would
+    do, but that of Triton's interpreter is wrong where rounding reaches the next power of two."""
     peak = tl.abs(moved[0])
     for j in tl.static_range(1, 16):
         peak = tl.maximum(peak, tl.abs(moved[j]))
@@ -70,16 +66,17 @@ def _max_code(moved: tl.tuple, global_scale: tl.tensor) -> tl.tensor:
     ideal = tl.where(ideal == 0, 1.0, ideal)
     scale = tl.minimum(tl.maximum(ideal, 0.001953125), 448.0)
     bits = scale.to(tl.int32, bitcast=True)
+    # Drop 20 of 23 mantissa bits, ties to even; then the exponent's bias goes from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # In front of 2^-6 they are multiples of 2^-9, which is the last bit of a sum with 1.5 * 2^14.
+    # Below 2^-6 codes are multiples of 2^-9, which is the last bit of a sum with 1.5 * 2^14.
     below = (scale + 24576.0).to(tl.int32, bitcast=True) & 15
     return tl.where(scale < 0.015625, below, normal)
 
 
 @triton.jit
 def _columns(src: tl.tensor, n: tl.tensor, row: tl.tensor, inside: tl.tensor) -> tl.tuple:
-    """16 columns' values of each thread's row."""
-    out = ()
+    """The values of 16 columns in each thread's row."""
+    out = ()  # tuples throughout: their elements are registers, whose names the compiler knows
     for j in tl.static_range(16):
         value = tl.load(src + j * n + row, mask=inside, other=0.0)
         out = out + (value,)  # type: ignore[assignment]  # noqa: RUF005 - no unpacking
@@ -88,7 +85,7 @@ def _columns(src: tl.tensor, n: tl.tensor, row: tl.tensor, inside: tl.tensor) ->
 
 @triton.jit
 def _above(unit: tl.tensor, row: tl.tensor, column: tl.tensor) -> tl.tuple:
-    """The 120 values above the diagonal, row by row; one for all threads."""
+    """The 120 values of U above the diagonal, row by row; each is the same for all threads."""
     out = ()
     for j in tl.static_range(15):
         for k in tl.static_range(j + 1, 16):
@@ -107,10 +104,11 @@ def _pivots(pivot: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _push(x: tl.tuple, error: tl.tensor, unit: tl.tuple, J: tl.constexpr) -> tl.tuple:
-    """What is rounded in the columns behind J, moved by the error in J."""
+    """The values x with the columns after J moved by the error in column J."""
     out = ()
     for k in tl.static_range(16):
-        if k > J:  # noqa: SIM108 - compiled, a branch of each kind
+        if k > J:  # noqa: SIM108 - a constexpr if: only one branch is compiled
+            # Row J of `unit` begins after 15 + 14 + ... values, at J * 15 - J * (J - 1) / 2.
             value = x[k] + error * unit[J * 15 - J * (J - 1) // 2 + k - J - 1]
         else:
             value = x[k]
@@ -122,8 +120,8 @@ def _push(x: tl.tuple, error: tl.tensor, unit: tl.tuple, J: tl.constexpr) -> tl.
 def _loss(
     moved: tl.tuple, w: tl.tuple, unit: tl.tuple, pivot: tl.tuple, step: tl.tensor
 ) -> tl.tensor:
-    """The block's share of the squared error under one scale."""
-    per_step = tl.minimum(tl.div_rn(1.0, step), _LARGEST)
+    """The block's share of the squared error with one scale."""
+    per_step = tl.minimum(tl.div_rn(1.0, step), _LARGEST)  # a step near 2^-127 has no reciprocal
     x = moved
     loss = tl.zeros_like(step)
     for j in tl.static_range(16):
@@ -167,8 +165,8 @@ def round_block_kernel(
 ) -> None:
     """Rows of one expert; grid (tiles of rows, experts). Codes are addressed in words of eight.
 
-    `candidates` is 16, and not known to the compiler: of a loop of so many rounds LLVM asks whether
-    it is a CRC, and in so much arithmetic looks for minutes.
+    `candidates` is 16, but the compiler must not know it: LLVM tests a loop with a known number of
+    rounds for being a CRC, which takes minutes with so much arithmetic in it.
     """
     expert = tl.program_id(1).to(tl.int64)
     moved += expert * moved_stride
@@ -185,16 +183,17 @@ def round_block_kernel(
     middle = _max_code(moved_16, global_scale)
     chosen = middle
     best = tl.full((TILE,), float("inf"), tl.float32)
-    i = candidates - candidates
+    i = candidates - candidates  # a zero that is a tensor: `i` must not be a constant
     while i < candidates:  # the sweep's order: 0, -7 .. -1, 1 .. 8
         offset = tl.where(i == 0, 0, tl.where(i < 8, i - 8, i - 7))
         code = tl.minimum(tl.maximum(middle + offset, 1), 126)
-        loss = _loss(moved_16, w_16, unit_120, pivot_16, _value(code) * global_scale)
+        loss = _loss(moved_16, w_16, unit_120, pivot_16, e4m3_value(code) * global_scale)
         better = loss < best
         best = tl.where(better, loss, best)
         chosen = tl.where(better, code, chosen)
         i += 1
-    step = _value(chosen) * global_scale
+    # Once more with the best scale, this time for the codes and the errors.
+    step = e4m3_value(chosen) * global_scale
     per_step = tl.minimum(tl.div_rn(1.0, step), _LARGEST)
     x = moved_16
     low, high = tl.zeros_like(chosen), tl.zeros_like(chosen)
@@ -222,8 +221,8 @@ def round_block(
     codes_EN8: torch.Tensor,
     scale_EN: torch.Tensor,
 ) -> None:
-    """`gptq_block.round_block` on a GPU. Raises `ValueError` for shapes or strides it can't take:
-    columns must follow each other, N apart, and codes begin at a multiple of four bytes."""
+    """`gptq.round_block` on a GPU. Raises `ValueError` for other shapes or strides than these:
+    columns follow each other, N apart, and codes begin at a multiple of four bytes."""
     experts, columns, n = w_E16N.shape
     if columns != NVFP4_BLOCK or moved_E16N.shape != w_E16N.shape:
         raise ValueError(
@@ -234,7 +233,7 @@ def round_block(
         if block.dtype != torch.float32 or block.stride()[1:] != (n, 1):
             raise ValueError(f"{block.dtype}, strides {block.stride()}; expected FP32, N and 1")
     if pivot_E16.stride(1) != 1:
-        raise ValueError("an expert's pivots must lie in one piece")
+        raise ValueError("expected the pivots of an expert to be contiguous")
     words_EN2 = codes_EN8.view(torch.int32)
     if w_E16N.numel():
         round_block_kernel[(triton.cdiv(n, _TILE), experts)](

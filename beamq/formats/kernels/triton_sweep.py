@@ -1,52 +1,49 @@
-"""The scale sweep on NVIDIA GPUs: Triton code that gives the bytes of formats/nvfp4.py.
+"""The scale sweep on NVIDIA GPUs: a Triton kernel that gives the bytes of formats/nvfp4.py.
 
-In:  a contiguous CUDA tensor in BF16, F16 or FP32, [N, K] or a stack [G, N, K]; global scales.
-Out: codes and block scales, as `gpu.nvfp4_quantize` but with each block's scale swept; counts.
+In:  the words (int32) of contiguous rows in BF16, F16 or FP32; global scales. `gpu.nvfp4_quantize`
+     and `gpu.nvfp4_group` launch it.
+Out: codes and block scales, each scale the best of 16 candidates (`nvfp4.sweep_scales`); counts.
 
-The one idea: as in gpu_nvfp4.py a thread owns a block, so its 16 magnitudes stay in registers while
-candidate scales pass by, seven or eight instructions a value each. Errors are the twin's, operation
-by operation, so the compiler must not fuse a product with a sum (`enable_fp_fusion=False`); what is
-fused here is fused by name, where the product is exact.
+The one idea: as in triton_nvfp4.py a thread owns a block, so its 16 magnitudes stay in registers
+while candidate scales are tried, at seven or eight instructions per value. Errors are computed
+operation by operation as in the plain torch twin, so the compiler must not fuse a product with a
+sum (`enable_fp_fusion=False`). The fused operations here are explicit, where the product is exact.
 
-Not every candidate is looked at. Below the `max` rule's scale the largest value is clipped, and
+Not every candidate is tried. With a scale below the `max` rule's, the largest value is clipped, and
 rounding is monotone: a block's error is at least this one value's squared distance from 6, as
-computed. Scales above come first, therefore, then those below, and one of these is passed over
-where that bound already exceeds the least error in all blocks of a warp. A program is one warp, so
-that this costs a vote and no barrier. What is chosen is the same, ties included.
+computed. Scales above are tried first, therefore, then those below, and one of these is skipped
+where this bound already exceeds the least error in all blocks of a warp. A program is one warp, so
+the test costs a vote and no barrier. The choice is the same, ties included.
 
-Bound by arithmetic all the same. Weights are left to the CPU and to plain torch.
-Limits: as gpu.py.
+Limits: bound by arithmetic; no weights for columns (the CPU kernels and plain torch have them);
+compute capability 8.9.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from beamq.formats.kernels.triton_nvfp4 import (
-    _FAST_HIGH16,
-    _FAST_HIGH32,
-    _FAST_LOW,
-    BF16,
+    ABS,
+    ABS16,
     F16,
     F32,
-    _block_scale,
-    _eight,
-    _eight_pairs,
     as_float,
     block_amax,
+    block_codes,
+    count_blocks,
+    e4m3_value,
+    fast_fits,
     half_to_float,
     load_words,
+    max_scale,
+    store_block,
 )
-from beamq.formats.numerics import NVFP4_BLOCK
-from beamq.formats.nvfp4 import ABOVE, BELOW, LARGEST, SMALLEST, QuantizedTensor
+from beamq.formats.nvfp4 import ABOVE, BELOW, LARGEST, SMALLEST
 
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_TILE = 32  # blocks of a program, one a thread: a warp
+TILE = 32  # blocks of a program, one a thread: a warp
 
-_ABS = tl.constexpr(0x7FFFFFFF)
-_ABS16 = tl.constexpr(0x7FFF7FFF)
 _BELOW, _ABOVE = tl.constexpr(BELOW), tl.constexpr(ABOVE)
 _SMALLEST, _LARGEST = tl.constexpr(SMALLEST), tl.constexpr(LARGEST)
 _UP = tl.constexpr(4194304.0)  # 2^22
@@ -60,9 +57,9 @@ def _magnitudes(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
     values = ()
     for i in tl.static_range(16):
         if DTYPE == F32:
-            value = as_float(words[i] & _ABS)
+            value = as_float(words[i] & ABS)
         else:
-            both = words[i // 2] & _ABS16
+            both = words[i // 2] & ABS16
             if DTYPE == F16:
                 value = half_to_float((both >> (16 * (i % 2))) & 0x7FFF)
             else:
@@ -73,33 +70,26 @@ def _magnitudes(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _square(x: tl.tensor, reciprocal: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
-    """Squared distance of x * reciprocal from the nearest E2M1 value; above 7 it has to CLIP.
-
-    2^22 times a number of q's own binade has units of the grid's spacing there, so adding and
-    taking it away rounds q to that spacing (1/2 below 2, 1 below 4, 2 above). Of a tie's two
-    neighbours it may be the other one, which is as far away.
-    """
+    """Squared distance of x * reciprocal from the nearest E2M1 value; needs CLIP above 7."""
     q = x * reciprocal
-    if CLIP:  # noqa: SIM108 - Triton's own if
+    if CLIP:  # noqa: SIM108 - a constexpr if: only one branch is compiled
         inside = tl.minimum(q, 6.0)
     else:
         inside = q
-    base = tl.maximum(inside, 1.5)
+    # 2^22 times a number of q's own binade has units of the grid's spacing there: 1/2 below 2, 1
+    # below 4, 2 above. So taking 2^22 * base away and adding it again rounds q to the grid, in two
+    # fused operations because the product is exact. A tie may go to the other neighbour than
+    # `e2m1_codes` takes, which is as far away.
+    base = tl.maximum(inside, 1.5)  # 1.5 * 2^22 has the unit 1/2, for all values below 2
     distance = q - tl.fma(base, _UP, tl.fma(base, _DOWN, inside))
     return distance * distance
 
 
 @triton.jit
 def _four(values: tl.tuple, AT: tl.constexpr, r: tl.tensor, CLIP: tl.constexpr) -> tl.tensor:
+    # Neighbours are added first, then pairs: the order of the plain torch twin.
     first = _square(values[AT], r, CLIP) + _square(values[AT + 1], r, CLIP)
     return first + (_square(values[AT + 2], r, CLIP) + _square(values[AT + 3], r, CLIP))
-
-
-@triton.jit
-def _value(code: tl.tensor) -> tl.tensor:
-    """FP32 of an E4M3 code from 1 to 126."""
-    normal = as_float((code << 20) + (120 << 23))
-    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
 
 
 @triton.jit
@@ -113,14 +103,14 @@ def _error(values: tl.tuple, scale: tl.tensor, r: tl.tensor, CLIP: tl.constexpr)
 def _best_above(
     values: tl.tuple, middle: tl.tensor, global_scale: tl.tensor, CLIP: tl.constexpr
 ) -> tl.tensor:
-    """(least error, its code) of the `max` rule's scale and those above it."""
+    """(least error, its code) among the `max` rule's scale and those above it."""
     chosen = middle
     best = tl.zeros_like(values[0])
     for offset in range(_ABOVE + 1):
         code = tl.minimum(middle + offset, _LARGEST)
-        scale = _value(code)
+        scale = e4m3_value(code)
         error = _error(values, scale, tl.div_rn(1.0, scale * global_scale), CLIP)
-        better = (error < best) | (offset == 0)  # the first even if it is NaN
+        better = (error < best) | (offset == 0)  # the first one even if its error is NaN
         best = tl.where(better, error, best)
         chosen = tl.where(better, code, chosen)
     return best, chosen
@@ -130,21 +120,23 @@ def _best_above(
 def _best(
     values: tl.tuple, peak: tl.tensor, middle: tl.tensor, global_scale: tl.tensor
 ) -> tl.tensor:
-    """The code of the least error; a tie is the `max` rule's, then the smallest's."""
-    highest = peak * tl.div_rn(1.0, _value(middle) * global_scale)
+    """The code of the least error. On ties, the `max` rule's own code wins, then the smaller."""
+    highest = peak * tl.div_rn(1.0, e4m3_value(middle) * global_scale)
+    # Without clipping where no value of the warp's blocks needs it (a NaN counts as needing it).
     if tl.max(tl.where(highest <= _NEAR, 0, 1), axis=0) == 0:
         best, chosen = _best_above(values, middle, global_scale, False)
     else:
         best, chosen = _best_above(values, middle, global_scale, True)
     for offset in range(1, _BELOW + 1):
         code = tl.maximum(middle - offset, _SMALLEST)
-        scale = _value(code)
+        scale = e4m3_value(code)
         r = tl.div_rn(1.0, scale * global_scale)
+        # The error of the largest value alone, computed as `_error` computes it.
         clipped = tl.maximum(peak * r - 6.0, 0.0)
         least = (clipped * clipped) * (scale * scale)
-        # Where it equals the least so far, a lower scale wins against all but the `max` rule's.
+        # On a tie this scale, being smaller, would win against any but the `max` rule's.
         hopeless = tl.where(chosen == middle, least >= best, least > best)
-        if tl.max(tl.where(hopeless, 0, 1), axis=0) > 0:
+        if tl.max(tl.where(hopeless, 0, 1), axis=0) > 0:  # any block of the warp may gain
             error = _error(values, scale, r, True)
             better = (error < best) | ((error == best) & (chosen != middle))
             best = tl.where(better, error, best)
@@ -164,7 +156,7 @@ def sweep_kernel(
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> None:
-    """Blocks of one tensor of a stack; grid (tiles, tensors), one global scale a tensor."""
+    """One block a thread; grid (tiles, tensors of a stack), one global scale a tensor."""
     WORDS: tl.constexpr = 16 if DTYPE == F32 else 8
     tensor = tl.program_id(1).to(tl.int64)
     src += tensor * blocks * WORDS
@@ -176,77 +168,13 @@ def sweep_kernel(
     peak = block_amax(words, WORDS, DTYPE)
     global_scale = tl.load(global_scales + tensor)
     ideal = tl.div_rn(peak, 6.0 * global_scale)
-    by_max, _ = _block_scale(ideal, global_scale)
+    by_max, _ = max_scale(ideal, global_scale)
     middle = by_max.to(tl.int8, bitcast=True).to(tl.int32)
     chosen = _best(_magnitudes(words, DTYPE), peak, middle, global_scale)
-    step = _value(chosen) * global_scale
-    limit = _FAST_HIGH32 if DTYPE == F32 else _FAST_HIGH16
-    if (global_scale >= _FAST_LOW) & (global_scale <= limit):
-        reciprocal = tl.div_rn(1.0, step)
-        if DTYPE == BF16:
-            low = _eight_pairs(words, 0, step, reciprocal)
-            high = _eight_pairs(words, 4, step, reciprocal)
-        else:
-            low = _eight(words, 0, step, reciprocal, DTYPE, True)
-            high = _eight(words, WORDS // 2, step, reciprocal, DTYPE, True)
+    step = e4m3_value(chosen) * global_scale
+    if fast_fits(global_scale, DTYPE):
+        low, high = block_codes(words, step, WORDS, DTYPE, True)
     else:
-        low = _eight(words, 0, step, step, DTYPE, False)
-        high = _eight(words, WORDS // 2, step, step, DTYPE, False)
-    tl.store(
-        codes + (block[:, None] * 2 + tl.arange(0, 2)[None, :]),
-        tl.join(low, high),
-        mask=inside[:, None],
-    )
-    tl.store(scales + block, chosen.to(tl.int8), mask=inside)
-    # As in gpu_nvfp4.quantize_kernel, of the `max` rule's scales.
-    finite = peak < float("inf")
-    odd = (ideal > 464.0) | (ideal <= 2.0**-10) | (finite == 0)
-    kind = tl.where(finite, tl.where(peak == 0, 2, tl.where(ideal > 1.0, 0, 1)), 3)
-    odd = odd & inside & ((ideal > 0) | (kind >= 2))
-    tl.atomic_add(counts + kind, 1, mask=odd, sem="relaxed")
-
-
-def nvfp4_sweep(
-    w: torch.Tensor,
-    global_scale: torch.Tensor,
-    *,
-    out: QuantizedTensor | None = None,
-    counts: torch.Tensor | None = None,
-) -> QuantizedTensor:
-    """`nvfp4.quantize(scale_rule="sweep")` of a matrix or a stack; `global_scale` FP32 [] or [G].
-
-    `counts` int32 [4] is added to, as by `gpu.nvfp4_quantize`.
-    """
-    if w.dtype not in _DTYPES or not w.is_contiguous():
-        raise ValueError(f"{w.dtype}, contiguous {w.is_contiguous()}; expected BF16, F16 or FP32")
-    lead, n, k = w.shape[:-2], *w.shape[-2:]
-    if k % NVFP4_BLOCK:
-        raise ValueError(f"K is {k}; NVFP4 needs a multiple of {NVFP4_BLOCK}")
-    blocks = n * k // NVFP4_BLOCK
-    tensors = w.numel() // max(1, n * k)
-    scales = global_scale.to(w.device, torch.float32).reshape(-1)
-    if scales.numel() not in (1, tensors):
-        raise ValueError(f"{scales.numel()} global scales for {tensors} tensors")
-    if out is None:
-        out = QuantizedTensor(
-            codes=torch.empty(*lead, n, k // 2, dtype=torch.uint8, device=w.device),
-            block_scale=w.new_empty(*lead, n, k // NVFP4_BLOCK, dtype=torch.float8_e4m3fn),
-            global_scale=global_scale,
-        )
-    if counts is None:
-        counts = torch.zeros(4, dtype=torch.int32, device=w.device)
-    if w.numel():
-        sweep_kernel[(triton.cdiv(blocks, _TILE), tensors)](
-            w.view(torch.int32),
-            out.codes.view(torch.int32),
-            out.block_scale.view(torch.int8),
-            scales.expand(tensors).contiguous(),
-            counts,
-            blocks,
-            DTYPE=_DTYPES[w.dtype],
-            TILE=_TILE,
-            EVEN=blocks % _TILE == 0,
-            num_warps=_TILE // 32,
-            enable_fp_fusion=False,
-        )
-    return out
+        low, high = block_codes(words, step, WORDS, DTYPE, False)
+    store_block(codes, scales, block, tl.join(low, high), chosen.to(tl.int8), inside, EVEN)
+    count_blocks(counts, ideal, peak, inside)  # by the `max` rule's scales

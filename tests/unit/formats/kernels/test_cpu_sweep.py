@@ -235,7 +235,7 @@ WRONG = {
 def test_sizes_that_do_not_fit_are_refused(backend: Any, call: Callable[[Any], object]) -> None:
     with pytest.raises(ValueError, match=r"holds|is|not|must"):
         call(backend)
-    with pytest.raises(ValueError, match="scales 'best'"):
+    with pytest.raises(ValueError, match="scale_rule 'best'"):
         cpu.nvfp4_quantize(b"", "BF16", 16, 1.0, bytearray(), bytearray(), scale_rule="best")
     with pytest.raises(ValueError, match="without weights"):
         cpu.nvfp4_quantize(b"", "BF16", 16, 1.0, bytearray(), bytearray(), weights=bytes(64))
