@@ -18,9 +18,8 @@ from beamq.calib.collector import Collector
 from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import decoder_layer
-from beamq.model.loader import tensor_bytes
 from benchmarks.gpu_timing import median_ms
-from benchmarks.random_layer import REAL, random_layer
+from benchmarks.random_layer import REAL, random_layer, tensor_bytes
 
 LENGTH = 2048
 

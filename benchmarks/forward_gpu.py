@@ -21,9 +21,8 @@ import torch
 from beamq.model.context import PassContext, SequenceLayout, position_table
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import LayerWeights, decoder_layer
-from beamq.model.loader import tensor_bytes
 from benchmarks.gpu_timing import bf16_tflops, copy_tb_per_s, machine, median_ms
-from benchmarks.random_layer import REAL, random_layer
+from benchmarks.random_layer import REAL, random_layer, tensor_bytes
 
 GEMMS = {
     "bf16": ("auto", "cutlass"),

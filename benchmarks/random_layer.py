@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import torch
 
@@ -58,6 +58,17 @@ SMALL = replace(
 """A layer for tests."""
 
 INPUT_AMAX = 6.0
+
+
+def tensor_bytes(tree: object) -> int:
+    """Bytes of all tensors in a dataclass and those within."""
+    if isinstance(tree, torch.Tensor):
+        return tree.nbytes
+    if isinstance(tree, tuple):
+        return sum(map(tensor_bytes, tree))
+    if is_dataclass(tree):
+        return sum(tensor_bytes(getattr(tree, field.name)) for field in fields(tree))
+    return 0
 
 
 def random_layer(

@@ -1,17 +1,18 @@
-"""One layer's weights, read from a checkpoint straight into the buffers the forward pass uses.
+"""Layers of one or several models in order, each read while the one before is being computed.
 
-In: a `Checkpoint` in any form a Beam comes in: BF16, FP16 or FP32; experts one tensor each or
-packed in 3-D; our NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out:
-`LayerWeights`, `ExpertSlice` or `Head` on the device.
+In: a `LayerLoader` for each model. Out: `LayerWeights` in order, sparse layers with their experts
+whole or as an iterator of slices.
 
-The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and
-all experts of a slice are one buffer each, so that every group of linears is one GEMM.
+The one idea: one read-ahead for everything. At most one unit (a layer, or a slice of experts) is
+loaded besides those in use, whether one model is streamed or several side by side.
 
-Unquantized weights are cast to the activation dtype; router weight and bias are FP32 always.
-A `tap` is shown every tensor as stored, once, so that a consumer that needs the source's own
-bytes (a converter) shares the reads of a forward pass.
+`PrefetchingLoader` announces the shards that its layers need, so that those of a remote source are
+fetched ahead of use and dropped afterwards; for a local folder this does nothing.
 
-Limits: values are not searched for NaN here; conversion and `verify` do that.
+`experts_per_slice` finds how many experts fit a memory budget. It counts what is alive at once: two
+units of weights (one in use, one read ahead) and the temporaries of one batch at the widest point
+of a layer, in the worst case that every choice of every token falls into one slice. Estimates are
+upper bounds of tensors, not of what an allocator reserves.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from beamq.beam.tensors import FP32_ROLES, Role, classify
 from beamq.errors import MemoryBudgetError
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.read_ahead import read_ahead
-from beamq.io.safetensors_header import TensorSpec
 from beamq.io.source import Prefetch
 from beamq.model.gemm.products import CHUNK_ELEMENTS
 from beamq.model.layer import LayerWeights, SparseMlp
@@ -38,20 +38,18 @@ from beamq.model.moe import ExpertSlice
 from beamq.signals import short_turns
 from beamq.units import show_bytes
 
-# A layer loader that says which shards it will read, so that a remote source is fetched in time.
-#
-# In: a checkpoint, the layers to come. Out: a `LayerLoader` for use in a `with` block. Shards are
-# fetched ahead of the layers that need them and dropped behind them (`Checkpoint.prefetch`); of a
-# folder all this is nothing.
-
 EMBEDDING = "model.embed_tokens.weight"
+
+Unit = LayerWeights | ExpertSlice
+_UNITS = 2  # one in use, one read ahead
+_FP32 = 4
 
 
 class PrefetchingLoader(LayerLoader):
     """Loads layers `first` and up (and the embedding, where `first` is 0), each once, in order.
 
-    `experts` are those that will be asked for in slices. With `keep_rest`, shards of what no layer
-    needs (the head) are fetched as well and left for whoever reads them next.
+    For use in a `with` block. `experts` are those that will be loaded in slices. With `keep_rest`,
+    shards that no layer needs (the head's) are fetched as well and kept for later readers.
     """
 
     def __init__(
@@ -117,24 +115,12 @@ class PrefetchingLoader(LayerLoader):
         return index - self._first + (0 if self._first else 1)
 
 
-# Layers of one model, or of several in turns, delivered while the next one is being read.
-#
-# In: a `LayerLoader` for each model. Out: `LayerWeights` in order, sparse layers with their experts
-# whole or as an iterator of slices.
-#
-# The one idea: one read-ahead for everything. At most one unit (a layer, or a slice of experts) is
-# loaded besides those in use, whether one model is streamed or several side by side.
-
-Loaded = LayerWeights | ExpertSlice
-
-
 class LayerStream:
     """Iterates over (index, weights) of a checkpoint's layers, the next one read ahead.
 
-    With `experts`, only those of a sparse layer are loaded. With `slice_experts`, where there are
-    more, a sparse layer's `experts` is an iterator that delivers that many at a time, once; what a
-    consumer leaves of it is skipped. At most one unit (a layer, or a slice) is loaded besides the
-    one in use, so drop a layer before asking for the next.
+    With `experts`, only those of a sparse layer are loaded. If they are more than `slice_experts`,
+    its `experts` is an iterator that delivers that many at a time, once; slices that the consumer
+    does not take are skipped. Drop a layer before asking for the next, or two are alive.
     """
 
     def __init__(
@@ -161,12 +147,10 @@ class LayerStream:
     def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
         for _, index, weights in in_turns((self,), ahead=self._ahead):
             yield index, weights
-            del weights  # before the next one is asked for, or two would live
+            del weights  # before the next one is loaded, or two would be alive
 
-    def take(
-        self, index: int, units: Iterator[Loaded]
-    ) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
-        """A layer from what `loads` gave, and its slices, which must be used up before the next."""
+    def take(self, index: int, units: Iterator[Unit]) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
+        """A layer from the results of `loads`, and its slices, to be used up before the next."""
         weights = next(units)
         if not isinstance(weights, LayerWeights):
             raise TypeError("a slice of experts where a layer was due")
@@ -178,20 +162,20 @@ class LayerStream:
             weights = replace(weights, mlp=replace(weights.mlp, experts=rest))
         return weights, rest
 
-    def loads(self, index: int) -> Iterator[Callable[[], Loaded]]:
-        """What loads a layer, unit by unit."""
+    def loads(self, index: int) -> Iterator[Callable[[], Unit]]:
+        """Functions that load a layer, unit by unit."""
         slices = self._slices(index)
         yield partial(self.loader.layer, index, experts=range(0) if slices else self._own)
         for first, count in slices:
             yield partial(self.loader.experts, index, first, count)
 
     def experts_again(self, index: int) -> Iterator[ExpertSlice]:
-        """The slices of a layer that is not loaded whole, read once more, not ahead."""
+        """The slices of a layer that is not loaded whole, read once more, without read-ahead."""
         for first, count in self._slices(index):
             yield self.loader.experts(index, first, count)
 
     def _slices(self, index: int) -> list[tuple[int, int]]:
-        """(first, count) of a layer's slices; none if its experts come with it."""
+        """(first, count) of a layer's slices; empty if its experts are loaded with it."""
         own, step = self._own, self._slice
         sparse = self.config.mlp_layer_types[index] == "sparse"
         if not sparse or step is None or step >= len(own):
@@ -202,10 +186,10 @@ class LayerStream:
 def in_turns(
     streams: Sequence[LayerStream], *, ahead: int = 1
 ) -> Generator[tuple[int, int, LayerWeights], None, None]:
-    """(place, layer, weights): the first layer of each stream, then the second of each, ...
+    """(place, layer, weights): the first layer of each stream, then the second of each, and so on.
 
-    One read-ahead serves them all: at most `ahead` units are loaded besides those in use, however
-    many models there are. All streams must have the same number of layers.
+    At most `ahead` units are loaded besides those in use, however many models there are. All
+    streams must have the same number of layers.
     """
     turns = [
         (place, index)
@@ -218,32 +202,18 @@ def in_turns(
         for place, index in turns:
             weights, rest = streams[place].take(index, units)
             yield place, index, weights
-            del weights  # before the next one is asked for, or two would live
-            for _ in rest:  # left by a consumer that needed no experts
+            del weights  # before the next one is loaded, or two would be alive
+            for _ in rest:  # slices that the consumer did not take
                 pass
 
 
-def _take(units: Iterator[Loaded], count: int) -> Iterator[ExpertSlice]:
+def _take(units: Iterator[Unit], count: int) -> Iterator[ExpertSlice]:
     for _ in range(count):
         unit = next(units)
         if not isinstance(unit, ExpertSlice):
             raise TypeError("a layer where a slice of experts was due")
         yield unit
         del unit
-
-
-# How many experts of a layer fit a memory budget beside everything else.
-#
-# In: a checkpoint's headers, the activation dtype, bytes allowed, tokens of the largest batch.
-# Out: experts to a slice, or None where whole layers fit.
-#
-# The one idea: count what is alive at once. Two units of weights (one in use, one read ahead), and
-# the temporaries of one batch at the widest point of a layer, taking the worst case in which every
-# choice of every token falls into one slice. Estimates are upper bounds of tensors, not of what an
-# allocator reserves.
-
-_UNITS = 2  # one in use, one read ahead
-_FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +233,12 @@ def layer_bytes(checkpoint: Checkpoint, config: BeamConfig, dtype: torch.dtype) 
         role = classify(spec.name)
         if role.layer is None:
             continue
-        # Scale tensors have names of their own, of no role; their layer is still theirs.
+        # Scale tensors have no role, but a layer.
         expert = role.role is Role.EXPERT or ".mlp.experts." in spec.name
         sizes = experts if expert else base
-        size = _loaded(spec, torch.float32 if role.role in FP32_ROLES else dtype)
+        size = spec.nbytes
+        if spec.dtype in FLOAT_SOURCES:
+            size = spec.numel * (_FP32 if role.role in FP32_ROLES else dtype.itemsize)
         sizes[role.layer] = sizes.get(role.layer, 0) + size
     return LoadedBytes(
         base=max(base.values(), default=0),
@@ -305,7 +277,3 @@ def experts_per_slice(
             f" {show_bytes(least)} are needed; allow more, or shorten the batches"
         )
     return int(count)
-
-
-def _loaded(spec: TensorSpec, dtype: torch.dtype) -> int:
-    return spec.numel * dtype.itemsize if spec.dtype in FLOAT_SOURCES else spec.nbytes

@@ -1,15 +1,23 @@
 """One layer's weights, read from a checkpoint straight into the buffers the forward pass uses.
 
 In: a `Checkpoint` in any form a Beam comes in: BF16, FP16 or FP32; experts one tensor each or
-packed in 3-D; our NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out:
-`LayerWeights`, `ExpertSlice` or `Head` on the device.
+packed in 3-D; NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out: `LayerWeights`,
+`ExpertSlice` or `Head` on the device.
 
-The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and
-all experts of a slice are one buffer each, so that every group of linears is one GEMM.
+The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and all
+experts of a slice are one buffer each, so that every group of linears is one GEMM. Buffers are
+allocated first; then a pool of threads reads every tensor's bytes straight into its place (`Fill`).
+Only a tensor that must be cast passes through a copy of its own. For CUDA, buffers are pinned and
+copied on a separate stream, so that a transfer overlaps with computing.
 
-Unquantized weights are cast to the activation dtype; router weight and bias are FP32 always.
-A `tap` is shown every tensor as stored, once, so that a consumer that needs the source's own
-bytes (a converter) shares the reads of a forward pass.
+A linear's format follows from its tensors, since they are what will be multiplied: U8 codes with
+two levels of scales are NVFP4, E4M3 codes with a row scale are FP8, BF16, FP16 and FP32 are dense.
+The config (`quantization_config`, or `hf_quant_config.json` alone) must have announced a quantized
+format; otherwise the two contradict each other and no engine would read the checkpoint as we do.
+
+Unquantized weights are cast to the activation dtype; the router's weight and bias are always FP32.
+A `Tap` is shown every tensor as stored, once, so that a consumer that needs the source's own bytes
+(a converter) shares the reads of a forward pass.
 
 Limits: values are not searched for NaN here; conversion and `verify` do that.
 """
@@ -17,6 +25,7 @@ Limits: values are not searched for NaN here; conversion and `verify` do that.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,44 +35,28 @@ import torch
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import packed_shape
-from beamq.errors import TensorError
+from beamq.errors import CheckpointError, TensorError
 from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.io.files import read_json_object
 from beamq.io.safetensors_header import TensorSpec
 from beamq.model.attention import AttentionWeights
 from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
 from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp
 from beamq.model.moe import ExpertSlice, RouterWeights
-from beamq.model.weights import (
-    StoredLinear,
-    declared_formats,
-    expect_shape,
-    part_of,
-    same_format,
-    scalar,
-)
 from beamq.ranks import cores_here
 
-# Buffers that stored tensors are read into, by several threads, and their way to a device.
-#
-# In: names of tensors and where each belongs. Out: filled buffers on the CPU, or their copies on a
-# CUDA device.
-#
-# The one idea: allocate first, read later, all at once. A loader lays out its buffers and notes
-# what goes where; `run` then reads everything with a pool of threads, each tensor's bytes straight
-# into its place. Only a tensor that must be cast passes through a copy of its own.
-#
-# For CUDA, buffers are pinned and copied on a stream apart, so that the next unit's transfer
-# overlaps with computing; `upload` returns when the copies are done.
-
 Tree = TypeVar("Tree")
+MAX_READERS = 16
 TAP_PLACES = 8
+"""Places that a tapped layer is read from at once, so that a converter's threads do not all write
+to one file and wait for its lock."""
 
 Tap = Callable[[TensorSpec, int, torch.Tensor], None]
-"""Called as (spec, first, tensor): rows first .. first + len(tensor) - 1 of a stored tensor, as
-stored, on the CPU. Whole tensors come at once with first = 0, packed experts one at a time. Called
-from reader threads; the tensor must not be changed, nor kept longer than its unit is being loaded
-(a layer, or a slice of its experts, the embedding, the head)."""
+"""Called as (spec, first, tensor) with rows first .. first + len(tensor) - 1 of a stored tensor, as
+stored, on the CPU. Whole tensors come at once with first = 0, packed experts one at a time. Reader
+threads call it. The tensor must not be changed, nor kept after its unit (a layer, a slice of its
+experts, the embedding, the head) is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +69,7 @@ class _Read:
 
 
 class Fill:
-    """Buffers under construction. `run` must be called before any of them is looked at."""
+    """Buffers under construction. Their contents are undefined until `run` has been called."""
 
     def __init__(
         self, checkpoint: Checkpoint, pool: Executor, *, pin: bool = False, tap: Tap | None = None
@@ -99,7 +92,7 @@ class Fill:
     def read(self, name: str, out: torch.Tensor) -> None:
         """Note that the whole tensor `name` goes to `out`, a contiguous part of a buffer.
 
-        The element count must match; the shape is the caller's to check.
+        The element counts must match; the caller checks the shape.
         """
         self._reads.append(_Read(spec=self.checkpoint.spec(name), first=0, out=out))
 
@@ -114,7 +107,7 @@ class Fill:
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A buffer for one unquantized tensor of a known shape, cast to `dtype`."""
         spec = self.checkpoint.spec(name)
-        expect_shape(spec, shape)
+        _expect_shape(spec, shape)
         if spec.dtype not in FLOAT_SOURCES:
             raise TensorError(f"{name}: dtype {spec.dtype}, expected BF16, F16 or F32")
         out = self.buffer(shape, dtype)
@@ -122,12 +115,11 @@ class Fill:
         return out
 
     def run(self) -> None:
-        """Read everything noted. Raises the first error.
-
-        Where somebody converts what is read, several places are read at once, so that the threads
-        do not all write to one file, whose lock they would wait for.
-        """
-        reads = self._reads if self._tap is None else _dealt(self._reads, TAP_PLACES)
+        """Read everything noted. Raises the first error."""
+        reads = self._reads
+        if self._tap is not None:  # from equal stretches in turn; neighbours stay apart
+            step = -(-len(reads) // TAP_PLACES)
+            reads = [read for first in range(step) for read in reads[first::step]]
         list(self._pool.map(self._fetch, reads))  # asking for a result raises its error
         self._reads.clear()
 
@@ -148,41 +140,23 @@ class Fill:
             read.out.copy_(raw)
 
 
-def _dealt(reads: list[_Read], places: int) -> list[_Read]:
-    """From `places` equal stretches in turn; neighbours stay `places` apart."""
-    step = -(-len(reads) // places)
-    return [read for first in range(step) for read in reads[first::step]]
-
-
 def upload(tree: Tree, device: torch.device, stream: torch.cuda.Stream) -> Tree:
     """A copy of a dataclass (and those within) with every tensor on a CUDA device.
 
-    Copies run on `stream`; memory is tied to the device's default stream, which will use it.
+    Copies run on `stream` and are done on return. Their memory is tied to the device's default
+    stream, which will use it.
     """
     user = torch.cuda.default_stream(device)
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.to(device, non_blocking=True)
+        moved.record_stream(user)
+        return moved
+
     with torch.cuda.stream(stream):
-        moved: Tree = _map_tensors(tree, lambda t: t.to(device, non_blocking=True))
-
-    def tie(tensor: torch.Tensor) -> torch.Tensor:
-        tensor.record_stream(user)
-        return tensor
-
-    _map_tensors(moved, tie)
+        uploaded: Tree = _map_tensors(tree, copy)
     stream.synchronize()
-    return moved
-
-
-def tensor_bytes(tree: object) -> int:
-    """Bytes of all tensors in a dataclass and those within."""
-    total = 0
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        nonlocal total
-        total += tensor.nbytes
-        return tensor
-
-    _map_tensors(tree, add)
-    return total
+    return uploaded
 
 
 def _map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -199,13 +173,71 @@ def _map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return tree
 
 
-MAX_READERS = 16
-
-
 def reader_count() -> int:
-    """Threads that a loader reads with: this process's cores, less what launches kernels."""
+    """Threads that a loader reads with: this process's cores, less some to launch kernels."""
     cores = cores_here()
     return min(MAX_READERS, cores - cores // 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLinear:
+    """A linear `module` of [n, k], stored in `format`."""
+
+    module: str
+    n: int
+    k: int
+    format: str
+
+
+def _declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
+    """Quantized formats that the checkpoint's config files announce; empty for a plain one."""
+    block = checkpoint.config.get("quantization_config")
+    if not isinstance(block, dict) or not block:
+        if not checkpoint.source.has("hf_quant_config.json"):
+            return frozenset()
+        path = checkpoint.source.path("hf_quant_config.json")
+        nested = read_json_object(path, CheckpointError).get("quantization")
+        block = {"quant_method": "modelopt", **(nested if isinstance(nested, dict) else {})}
+    method = str(block.get("quant_method", "")).lower()
+    if method.startswith("modelopt"):
+        mixed = block.get("quant_algo") == "MIXED_PRECISION"
+        return frozenset(("nvfp4", "fp8") if mixed else ("nvfp4",))
+    if method == "compressed-tensors":
+        return frozenset(("fp8",))
+    raise CheckpointError(
+        f"{checkpoint.name}: quantization_config has quant_method {method[:40]!r}, expected"
+        " 'modelopt' or 'compressed-tensors'"
+    )
+
+
+def _same_format(parts: list[StoredLinear]) -> str:
+    """The format of linears that are multiplied as one. Raises `TensorError` if they differ."""
+    for part in parts[1:]:
+        if part.format != parts[0].format:
+            raise TensorError(
+                f"{part.module} is {part.format} but {parts[0].module} is {parts[0].format};"
+                " engines fuse them, so they must share a format"
+            )
+    return parts[0].format
+
+
+def _scalar(checkpoint: Checkpoint, name: str) -> float:
+    """A positive, finite one-element scale. Raises `TensorError`."""
+    spec = checkpoint.spec(name)
+    if spec.numel != 1:
+        raise TensorError(f"{name}: shape {list(spec.shape)}, expected one number")
+    value = float(checkpoint.tensor(name).to(torch.float64))
+    if not (math.isfinite(value) and value > 0):
+        raise TensorError(f"{name} is {value}, expected a positive finite scale")
+    return value
+
+
+def _expect_shape(spec: TensorSpec, shape: tuple[int, ...]) -> None:
+    """Raise `TensorError` unless the tensor has the shape that the config implies."""
+    if spec.shape != shape:
+        raise TensorError(
+            f"{spec.name}: shape {list(spec.shape)}, expected {list(shape)} by config.json"
+        )
 
 
 class LayerLoader:
@@ -226,7 +258,7 @@ class LayerLoader:
         self.dtype = dtype
         self.device = device
         self._tap = tap
-        self._declared = declared_formats(checkpoint)
+        self._declared = _declared_formats(checkpoint)
         self._pool = ThreadPoolExecutor(readers or reader_count(), thread_name_prefix="beamq-read")
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -237,7 +269,7 @@ class LayerLoader:
         self._pool.shutdown()
 
     def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
-        """A whole layer, or of a sparse one's experts only those, in one slice (none: no slice)."""
+        """A layer, whole or with only those `experts` of a sparse one (empty: no slice)."""
         fill = self._fill()
         prefix, hidden = f"model.layers.{index}", self.config.hidden_size
 
@@ -299,13 +331,13 @@ class LayerLoader:
         config, prefix = self.config, f"model.layers.{index}.self_attn"
         hidden, q, kv = config.hidden_size, config.q_dim, config.kv_dim
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": q}
-        fused = [self._part(f"{prefix}.{name}", n, hidden) for name, n in rows.items()]
+        fused = [self._stored(f"{prefix}.{name}", n, hidden) for name, n in rows.items()]
         sliding = config.layer_types[index] == "sliding_attention"
         head = (config.head_dim,)
         return AttentionWeights(
             window=config.sliding_window if sliding else None,
             qkv_gate=self._linear(fill, [fused]),
-            o=self._linear(fill, [[self._part(f"{prefix}.o_proj", hidden, q)]]),
+            o=self._linear(fill, [[self._stored(f"{prefix}.o_proj", hidden, q)]]),
             q_norm=fill.tensor(f"{prefix}.q_norm.weight", head, self.dtype),
             k_norm=fill.tensor(f"{prefix}.k_norm.weight", head, self.dtype),
             gate_bias=fill.tensor(f"{prefix}.gate_bias", (config.num_heads,), self.dtype),
@@ -358,20 +390,51 @@ class LayerLoader:
 
     def _packed(self, fill: Fill, name: str, kind: str, first: int, count: int) -> DenseWeight:
         shape = packed_shape(self.config, kind)
-        expect_shape(self.checkpoint.spec(name), shape)
+        _expect_shape(self.checkpoint.spec(name), shape)
         out = fill.buffer((count, *shape[1:]), self.dtype)
         fill.read_rows(name, first, out)
         return DenseWeight(w_NK=out)
 
-    def _part(self, module: str, n: int, k: int) -> StoredLinear:
-        return part_of(self.checkpoint, self._declared, module, n, k)
+    def _stored(self, module: str, n: int, k: int) -> StoredLinear:
+        """The linear `module`, its format found and its tensors' shapes checked.
+
+        Raises `TensorError` for a tensor that is missing, has another shape, or contradicts the
+        config.
+        """
+        weight = self.checkpoint.spec(f"{module}.weight")
+        if weight.dtype in FLOAT_SOURCES:
+            _expect_shape(weight, (n, k))
+            return StoredLinear(module=module, n=n, k=k, format="dense")
+        if weight.dtype == "F8_E4M3":
+            found = "fp8"
+            _expect_shape(weight, (n, k))
+            scale = self.checkpoint.spec(f"{module}.weight_scale")
+            if scale.shape != (n,):  # ModelOpt's per-channel FP8 stores [N]
+                _expect_shape(scale, (n, 1))
+        elif weight.dtype == "U8":
+            found = "nvfp4"
+            _expect_shape(weight, (n, k // 2))
+            _expect_shape(self.checkpoint.spec(f"{module}.weight_scale"), (n, k // NVFP4_BLOCK))
+            self.checkpoint.spec(f"{module}.weight_scale_2")
+        else:
+            raise TensorError(
+                f"{weight.name}: dtype {weight.dtype}, expected BF16, F16, F32, F8_E4M3 (FP8) or"
+                " U8 (NVFP4)"
+            )
+        if found not in self._declared:
+            says = " or ".join(sorted(self._declared)) or "that nothing is quantized"
+            raise TensorError(
+                f"{weight.name}: stored as {found}, but the config says {says}; restore the config"
+                " files that belong to these weights"
+            )
+        return StoredLinear(module=module, n=n, k=k, format=found)
 
     def _mlp_parts(self, prefix: str, width: int) -> tuple[list[StoredLinear], list[StoredLinear]]:
         hidden = self.config.hidden_size
         gate_up = [
-            self._part(f"{prefix}.{name}", width, hidden) for name in ("gate_proj", "up_proj")
+            self._stored(f"{prefix}.{name}", width, hidden) for name in ("gate_proj", "up_proj")
         ]
-        return gate_up, [self._part(f"{prefix}.down_proj", hidden, width)]
+        return gate_up, [self._stored(f"{prefix}.down_proj", hidden, width)]
 
     def _linear(
         self,
@@ -386,7 +449,7 @@ class LayerLoader:
         `stacked` gives a leading axis, one entry a group; otherwise there is one group only.
         `sharing` names the modules that share an input scale, where they are more than the parts.
         """
-        kind = same_format([part for group in groups for part in group])
+        kind = _same_format([part for group in groups for part in group])
         rows, k = sum(part.n for part in groups[0]), groups[0][0].k
         lead = (len(groups), rows) if stacked else (rows,)
 
@@ -414,7 +477,7 @@ class LayerLoader:
     def _global_scale(self, groups: list[list[StoredLinear]]) -> torch.Tensor:
         """`weight_scale_2` of each row's own part, FP32."""
         values = [
-            torch.full((part.n,), scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
+            torch.full((part.n,), _scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
             for group in groups
             for part in group
         ]
@@ -425,4 +488,4 @@ class LayerLoader:
         names = [f"{module}.input_scale" for module in modules]
         if not any(name in self.checkpoint.tensors for name in names):
             return None
-        return torch.tensor(max(scalar(self.checkpoint, name) for name in names))
+        return torch.tensor(max(_scalar(self.checkpoint, name) for name in names))
