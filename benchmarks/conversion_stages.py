@@ -7,7 +7,7 @@ each stage. Memory, chunks and threads are those of the worker (`convert/gpu_wor
     upload    as many bytes as the source has, from chunks to the device, a stream for each thread
     kernels   the jobs of one expert, eight copies in a graph, all on the device
     download  as many bytes as the output has, back into chunks
-    write     threads write as many from chunks, into as many files as there are lanes
+    write     threads write as many from chunks, into as many files as there are queues
     checksum  threads take checksums of as many
     by hand   what cores do, and nothing else: each thread reads a chunk, writes and sums its share
 
@@ -32,7 +32,7 @@ from beamq.convert.gpu_worker import IN_BYTES as CHUNK_BYTES
 from beamq.convert.run import queue_count
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.manifest import new_checksum
-from beamq.plan.plan import Job, Plan
+from beamq.plan.plan import Job, JobKind, Plan
 
 COPIES = 8  # of an expert: ten times the L2 cache
 
@@ -85,15 +85,17 @@ class Stages:
                 failures.append(failure)
                 ready.abort()
 
-        crew = [threading.Thread(target=thread, args=(number,)) for number in range(self._threads)]
-        for each in crew:
+        threads = [
+            threading.Thread(target=thread, args=(number,)) for number in range(self._threads)
+        ]
+        for each in threads:
             each.start()
         try:
             ready.wait()
         except threading.BrokenBarrierError:
             raise failures[0] from None
         begun = time.monotonic()
-        for each in crew:
+        for each in threads:
             each.join()
         seconds = time.monotonic() - begun
         if failures:
@@ -137,8 +139,8 @@ class Stages:
         stream.synchronize()
 
     def _open(self, number: int) -> int:
-        lanes = queue_count(self._threads, remote=False)
-        path = self._folder / f"stage-{number % lanes}.bin"
+        queues = queue_count(self._threads, remote=False)
+        path = self._folder / f"stage-{number % queues}.bin"
         return os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def _writer(self, number: int) -> Iterator[None]:
@@ -183,7 +185,7 @@ class Stages:
         jobs = [
             job
             for job in self._plan.jobs
-            if job.kind != "copy" and job.members[0].role.role is Role.EXPERT
+            if job.kind is not JobKind.COPY and job.members[0].role.role is Role.EXPERT
         ]
         first = jobs[0].members[0].role
         jobs = [
@@ -214,7 +216,7 @@ def _captured(jobs: Sequence[Job], rule: str) -> torch.cuda.CUDAGraph:
         areas = [area.address for area in gpu_worker.split(memory, sizes)]
         shape: dict[str, Any] = {"dtype": dtype, "n": n, "k": k}
         call = gpu.fp8_rows
-        if job.kind != "fp8":
+        if job.kind is not JobKind.FP8:
             call, shape["scale_rule"] = gpu.nvfp4_group, rule
         places.append(place)
         calls.append(partial(call, *areas, **shape))

@@ -41,8 +41,8 @@ from typing import Any
 import torch
 
 from beamq.beam.config import BeamConfig
-from beamq.convert.limits import default_workers
 from beamq.convert.quantize import QuantizeResult, quantize
+from beamq.convert.resources import default_workers
 from beamq.convert.run import Progress
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.plan import make_plan
@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--shard-bytes",
         type=int,
         default=500_000_000,
-        help="of the output; small, so that there are as many for each lane as of a whole model",
+        help="of the output; small, so that there are as many for each queue as of a whole model",
     )
     parser.add_argument("--threads", type=int, help="of stages; default: usable cores")
     parser.add_argument("--workers", type=int, help="of the conversion; default: usable cores")

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from beamq.convert.gpu_worker import MAX_WORKERS
-from beamq.convert.limits import default_workers
 from beamq.convert.quantize import quantize
+from beamq.convert.resources import default_workers
 from beamq.convert.run import Progress
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.plan import make_plan

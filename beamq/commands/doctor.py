@@ -56,7 +56,7 @@ def doctor_data() -> dict[str, Any]:
     null without torch); disks [{folder, free_bytes}]; hints.
     """
 
-    from beamq.convert.limits import default_workers
+    from beamq.convert.resources import default_workers
 
     packages = {name: _version(name) for name, _ in PACKAGES}
     backend, fault = _cpu_kernels()

@@ -57,7 +57,7 @@ class PlanOptions:
 @command()
 def plan(screen: Screen, source: Source, options: PlanOptions, verbose: bool) -> None:
     """Sizes, memory, disk and what fits where, from headers."""
-    from beamq.convert.limits import check_cache
+    from beamq.convert.resources import check_cache
     from beamq.plan.plan import make_plan
     from beamq.plan.serving import parse_gpu
     from beamq.report.serving import ServingView
@@ -205,8 +205,8 @@ def needs_data(plan: Plan, folder: Path, options: PlanOptions | ConvertOptions) 
     be at least).
     """
 
-    from beamq.convert.limits import default_workers, predicted_host_nbytes
     from beamq.convert.output import disk_nbytes, fetched_nbytes, free_nbytes
+    from beamq.convert.resources import default_workers, predicted_host_nbytes
     from beamq.io.shard_cache import largest_job, traffic_nbytes
 
     workers, cache = options.workers or default_workers(), options.cache_bytes

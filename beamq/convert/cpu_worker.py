@@ -1,39 +1,36 @@
-"""Quantize one job on the CPU: read rows, run the kernels on cache-warm pieces, write in place.
+"""Convert one job on the CPU: read rows, run the kernels on pieces in cache, write in place.
 
-In: a `Job` and its shard's writer. Out: the job's bytes on disk, checksums of its tensors and
-what the kernels counted. A caller that has the source's bytes already (a forward pass has just
-read them) hands them over; one that knows no input scale yet writes it later.
+In: a `Job` and the writer of its shard. Out: the job's bytes on disk, the checksums of its tensors
+and the kernels' counts. A caller that already has the source's bytes (a forward pass has just read
+them) passes them; a caller that does not know the input scales yet writes them later.
 
 Data moves in pieces of about 1 MiB that stay in the core's cache between reading, the kernel and
-writing (larger ones where many threads run, see `piece_bytes`). FP8 rows need nothing else. NVFP4
-needs the largest magnitude of the whole group before the first code: a group up to `HELD_BYTES` (an
-expert's gate and up) is held in a buffer from a bounded pool; a larger one (a dense MLP's) is read
-twice, the second time from the page cache, because touching fresh memory costs more than a second
-copy. Every call that takes time releases the interpreter lock, so plain threads fill the cores.
-torch is not imported: it would take as long as converting 5 GB.
+writing (larger pieces where many threads run, see `piece_bytes`). FP8 needs nothing else. NVFP4
+needs the largest magnitude of the whole group before the first code. A group of up to `HELD_BYTES`
+(an expert's gate and up) is held in a buffer from a bounded pool. A larger one (a dense MLP's) is
+read twice, the second time from the page cache, because touching fresh memory costs more than a
+second copy. Every call that takes time releases the interpreter lock, so plain threads fill the
+cores. torch is not imported: that would take as long as converting 5 GB.
 """
 
 from __future__ import annotations
 
+import mmap
 import struct
+import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, assert_never
 
 from beamq.beam.tensors import Role
-from beamq.convert.buffer_pool import HostPool, host_pool
-from beamq.convert.open_shards import (
-    JobResult,
-    TensorSink,
-    f32_bytes,
-    write_input_scale,
-    write_whole,
-)
+from beamq.convert.open_shards import JobResult, JobWriter, f32_bytes
 from beamq.errors import Interrupted, TensorError
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import ShardWriter
-from beamq.plan.plan import Job, Member
+from beamq.plan.layout import NVFP4_BLOCK
+from beamq.plan.plan import Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs
 
 PIECE_BYTES = 1 << 20
 MANY_WORKERS = 4
@@ -43,8 +40,8 @@ HELD_BYTES = 64 << 20
 def piece_bytes(workers: int) -> int:
     """Bytes of a piece where so many threads convert.
 
-    Each piece costs three to five turns at the interpreter, which where sixteen threads want it
-    take as long as reading 1 MiB (ADR 12). Few threads gain more from pieces that stay in cache.
+    Each piece takes the interpreter lock three to five times. Where sixteen threads want it, that
+    takes as long as reading 1 MiB (ADR 12). Few threads gain more from pieces that stay in cache.
     What all threads hold stays below 512 MiB.
     """
     if workers <= MANY_WORKERS:
@@ -52,314 +49,55 @@ def piece_bytes(workers: int) -> int:
     return PIECE_BYTES * max(1, min(8, 128 // workers))
 
 
-class CpuWorker:
-    """Runs jobs for one worker thread. Not shared between threads; the pool is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What all jobs of a run share.
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        pool: HostPool,
-        *,
-        scales: str,
-        input_scale: Callable[[str], float] | None,
-        stopped: Callable[[], bool],
-        advance: Callable[[int], None],
-        piece: int = PIECE_BYTES,
-    ) -> None:
-        """`scales` chooses NVFP4's block scales (see `Recipe`), `piece` how many bytes are worked
-        on at a time.
+    `scale_rule` chooses NVFP4's block scales (see `Recipe`). `input_scale` gives the scale of a
+    linear; without it those tensors are left for `JobWriter.write_input_scale`. `advance` is
+    called with the source bytes that were read, `stopped` asks whether to give up.
+    """
 
-        Without `input_scale`, those tensors are left for `write_input_scale`."""
-        self._checkpoint = checkpoint
-        self._pool = pool
-        self._rule = scales
-        self._input_scale = input_scale
-        self._stopped = stopped
-        self._advance = advance
-        self._held: dict[int, memoryview] = {}
-        self._piece_bytes = piece
-        self._source = bytearray()
-        self._codes = bytearray()
-        self._scales = bytearray()
+    scale_rule: str
+    input_scale: Callable[[str], float] | None
+    stopped: Callable[[], bool]
+    advance: Callable[[int], None]
 
-    def run(
-        self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
-    ) -> JobResult:
-        """Convert one job. Raises `TensorError` for non-finite values, `DiskError`, ...
-
-        `held` has the source bytes of each member; without it they are read.
-        """
-        self._held = {id(m): v for m, v in zip(job.members, held or (), strict=held is not None)}
-        result = JobResult()
-        if job.kind == "copy":
-            self._copy(job.members[0], writer, result)
-        elif job.kind == "fp8":
-            self._fp8(job.members[0], writer, result)
-        elif job.kind.startswith("decode-"):
-            self._decode(job.kind, job.members[0], writer, result)
-        else:
-            self._nvfp4(job, writer, result)
-        return result
-
-    def _pieces(self, member: Member, unit: int) -> list[tuple[int, int]]:
-        """(start, nbytes) of pieces that are whole multiples of `unit` bytes."""
-        size = max(self._piece_bytes // unit, 1) * unit
-        total = member.source.nbytes
-        return [(start, min(size, total - start)) for start in range(0, total, size)]
-
-    def _piece(self, member: Member, start: int, nbytes: int, *, again: bool = False) -> memoryview:
-        """Some of a member's source bytes; valid until the next piece."""
-        held = self._held.get(id(member))
-        if held is not None:
-            self._check(0 if again else nbytes)
-            return held[start : start + nbytes]
-        self._source = _grown(self._source, nbytes)
-        view = memoryview(self._source)[:nbytes]
-        self._read(member, start, view, again=again)
-        return view
-
-    def _read(self, member: Member, start: int, out: memoryview, *, again: bool = False) -> None:
-        self._check(0 if again else out.nbytes)
-        source = member.source
-        self._checkpoint.read_into(source.spec, out, source.start + start)
-
-    def _check(self, nbytes: int) -> None:
-        if self._stopped():
+    def step(self, nbytes: int = 0) -> None:
+        """Call between two pieces, with the bytes about to be read. Raises `Interrupted`."""
+        if self.stopped():
             raise Interrupted("stopped")
-        self._advance(nbytes)
-
-    def _copy(self, member: Member, writer: ShardWriter, result: JobResult) -> None:
-        spec, output = member.source.spec, member.outputs[0]
-        sink = TensorSink(writer, output)
-        item, out_item = ITEMSIZE[spec.dtype], ITEMSIZE[output.dtype]
-        checked = member.role.role is not Role.EXTRA and spec.dtype in FLOAT_SOURCES
-        for start, nbytes in self._pieces(member, item):
-            view = self._piece(member, start, nbytes)
-            if checked:
-                found = cpu.amax(view, spec.dtype)
-                _refuse_nonfinite(member, found.nonfinite, found.first_nonfinite, start // item)
-            if output.dtype != spec.dtype:
-                size = nbytes // item * out_item
-                self._codes = _grown(self._codes, size)
-                converted = memoryview(self._codes)[:size]
-                if cpu.convert(view, spec.dtype, converted, output.dtype):
-                    raise TensorError(
-                        f"{spec.file}: {spec.name} holds values beyond {output.dtype}'s range"
-                        " (3.4e38); they would become infinite. Repair the source"
-                    )
-                view = converted
-            sink.append(view)
-        sink.finish(result)
-
-    def _fp8(self, member: Member, writer: ShardWriter, result: JobResult) -> None:
-        spec = member.source.spec
-        n, k = member.source.shape
-        item = ITEMSIZE[spec.dtype]
-        codes, scales = member.outputs
-        sink = TensorSink(writer, codes)
-        self._scales = _grown(self._scales, n * 4)
-        row = 0
-        for start, nbytes in self._pieces(member, k * item):
-            rows = nbytes // (k * item)
-            view = self._piece(member, start, nbytes)
-            self._codes = _grown(self._codes, rows * k)
-            out = memoryview(self._codes)[: rows * k]
-            counts = cpu.fp8_quantize_rows(
-                view, spec.dtype, k, out, memoryview(self._scales)[row * 4 : (row + rows) * 4]
-            )
-            _refuse_nonfinite(member, counts.nonfinite, counts.first_nonfinite, start // item)
-            result.zero_rows += counts.zero_rows
-            sink.append(out)
-            row += rows
-        sink.finish(result)
-        write_whole(writer, scales, memoryview(self._scales)[: n * 4], result)
-
-    def _decode(self, kind: str, member: Member, writer: ShardWriter, result: JobResult) -> None:
-        """Codes back to BF16; the scales are looked up beside the codes by name."""
-        n, k = member.outputs[0].shape
-        module = member.role.module
-        scales = memoryview(self._checkpoint.read(f"{module}.weight_scale"))
-        global_scale = 1.0
-        if kind == "decode-nvfp4":
-            raw = self._checkpoint.read(f"{module}.weight_scale_2")
-            global_scale = struct.unpack("<f", raw)[0]
-            if not 2.0**-126 <= global_scale <= 2.0**117:
-                raise TensorError(
-                    f"{member.source.spec.file}: {module}.weight_scale_2 is {global_scale}, which"
-                    " no weight can have; `beamq verify` tells what is broken"
-                )
-        row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
-        sink = TensorSink(writer, member.outputs[0])
-        row = 0
-        for start, nbytes in self._pieces(member, row_codes):
-            rows = nbytes // row_codes
-            codes = self._piece(member, start, nbytes)
-            self._codes = _grown(self._codes, rows * k * 2)
-            out = memoryview(self._codes)[: rows * k * 2]
-            part = scales[row * row_scales : (row + rows) * row_scales]
-            if kind == "decode-nvfp4":
-                cpu.nvfp4_dequantize(codes, part, k, global_scale, out, "BF16")
-            else:
-                cpu.fp8_dequantize_rows(codes, part, k, out, "BF16")
-            found = cpu.amax(out, "BF16")  # a NaN among codes or scales, or a scale far off
-            if found.nonfinite:
-                place = list(divmod(row * k + found.first_nonfinite, k))
-                raise TensorError(
-                    f"{member.source.spec.file}: {module} decodes to NaN or infinity (first at"
-                    f" {place}); `beamq verify` tells what is broken"
-                )
-            sink.append(out)
-            row += rows
-        sink.finish(result)
-
-    def _nvfp4(self, job: Job, writer: ShardWriter, result: JobResult) -> None:
-        if self._held or job.source_nbytes > HELD_BYTES:
-            self._nvfp4_group(job, [None] * len(job.members), writer, result)
-            return
-        buffer = self._pool.acquire(job.source_nbytes, self._stopped)
-        try:
-            with memoryview(buffer) as whole:
-                views: list[memoryview] = []
-                begin = 0
-                for member in job.members:
-                    views.append(whole[begin : begin + member.source.nbytes])
-                    begin += member.source.nbytes
-                self._nvfp4_group(job, views, writer, result)
-                for view in views:
-                    view.release()
-        finally:
-            self._pool.release(buffer)
-
-    def _nvfp4_group(
-        self,
-        job: Job,
-        views: Sequence[memoryview | None],
-        writer: ShardWriter,
-        result: JobResult,
-    ) -> None:
-        """Quantize with one global scale. Views are filled; members without one read in pieces."""
-        amax = max(self._load(m, view) for m, view in zip(job.members, views, strict=True))
-        if amax == 0.0:
-            result.zero_groups.append(job.group)
-        scale = cpu.nvfp4_global_scale(amax)
-        for member, view in zip(job.members, views, strict=True):
-            self._nvfp4_member(member, view, scale, writer, result)
-
-    def _load(self, member: Member, out: memoryview | None) -> float:
-        """Fill `out`, if given; the largest magnitude, taken while pieces are in cache."""
-        item = ITEMSIZE[member.source.spec.dtype]
-        amax = 0.0
-        for start, nbytes in self._pieces(member, item):
-            if out is None:
-                piece = self._piece(member, start, nbytes)
-            else:
-                piece = out[start : start + nbytes]
-                self._read(member, start, piece)
-            found = cpu.amax(piece, member.source.spec.dtype)
-            _refuse_nonfinite(member, found.nonfinite, found.first_nonfinite, start // item)
-            amax = max(amax, found.amax)
-        return amax
-
-    def _nvfp4_member(
-        self,
-        member: Member,
-        data: memoryview | None,
-        global_scale: float,
-        writer: ShardWriter,
-        result: JobResult,
-    ) -> None:
-        dtype = member.source.spec.dtype
-        n, k = member.source.shape
-        row_bytes = k * ITEMSIZE[dtype]
-        rows_at_once = max(self._piece_bytes // row_bytes, 1)
-        codes, scales, scale_2, _ = member.outputs
-        code_sink = TensorSink(writer, codes)
-        self._codes = _grown(self._codes, rows_at_once * k // 2)
-        self._scales = _grown(self._scales, n * k // 16)
-        scale_view = memoryview(self._scales)[: n * k // 16]
-        for row in range(0, n, rows_at_once):
-            self._check(0)
-            rows = min(rows_at_once, n - row)
-            begin, nbytes = row * row_bytes, rows * row_bytes
-            if data is None:
-                piece = self._piece(member, begin, nbytes, again=True)
-            else:
-                piece = data[begin : begin + nbytes]
-            out = memoryview(self._codes)[: rows * k // 2]
-            counts = cpu.nvfp4_quantize(
-                piece,
-                dtype,
-                k,
-                global_scale,
-                out,
-                scale_view[row * k // 16 : (row + rows) * k // 16],
-                scale_rule=self._rule,
-            )
-            result.underflow_blocks += counts.underflow
-            result.zero_blocks += counts.zero
-            code_sink.append(out)
-        code_sink.finish(result)
-        for tensor, content in ((scales, scale_view), (scale_2, f32_bytes(global_scale))):
-            write_whole(writer, tensor, content, result)
-        if self._input_scale is not None:
-            write_input_scale(member, self._input_scale, writer, result)
-
-
-def _grown(buffer: bytearray, nbytes: int) -> bytearray:
-    return buffer if len(buffer) >= nbytes else bytearray(nbytes)
-
-
-def _refuse_nonfinite(member: Member, count: int, first: int, base: int) -> None:
-    if not count:
-        return
-    index, shape = base + first, member.source.shape
-    place: list[int] = []
-    for length in reversed(shape):
-        place.insert(0, index % length)
-        index //= length
-    raise TensorError(
-        f"{member.source.spec.file}: {member.role.name} holds NaN or infinity (at least {count},"
-        f" first at {place}); repair the source, such a model cannot be served"
-    )
-
-
-# What converts jobs: threads on the CPU, or threads that feed a GPU.
-#
-# `WorkerFactory` makes one `Worker` for each thread; `CpuWorkerFactory` is here, `GpuWorkerFactory`
-# in gpu_worker.py, which imports torch. The bytes are the same (tests/gpu/test_gpu_convert.py), so
-# which of them runs is a question of time alone: `device_choice.py` answers it.
+        if nbytes:
+            self.advance(nbytes)
 
 
 class Worker(Protocol):
-    """Runs jobs for one thread."""
+    """Converts jobs, one at a time, for the thread that made it."""
 
     def run(
-        self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
+        self, job: Job, shard: ShardWriter, held: Sequence[memoryview] | None = None
     ) -> JobResult:
-        """See `CpuWorker.run`."""
+        """Convert a job. `held` has the source bytes of each member; else they are read."""
 
 
 class WorkerFactory(Protocol):
-    """Makes workers for the threads of one run. `device_nbytes` bounds what they take of a GPU."""
+    """Makes the workers of one run: `CpuWorkerFactory`, or `GpuWorkerFactory` in `gpu_worker`.
+
+    The bytes they write are the same (tests/gpu/test_gpu_convert.py). `device_nbytes` bounds the
+    GPU memory that the workers take together.
+    """
 
     device_nbytes: int
 
     def count(self, asked: int) -> int:
-        """How many threads to run, at most as many as asked for."""
+        """How many workers to run, at most as many as asked for."""
 
-    def worker(
-        self,
-        *,
-        scales: str,
-        input_scale: Callable[[str], float] | None,
-        stopped: Callable[[], bool],
-        advance: Callable[[int], None],
-    ) -> Worker:
-        """One for the calling thread; see `CpuWorker` for the options."""
+    def worker(self, context: JobContext) -> Worker:
+        """A worker for the calling thread."""
 
 
 class CpuWorkerFactory:
-    """Workers for `workers` threads, which share `memory` bytes for scale groups."""
+    """Makes CPU workers, which share `memory` bytes for scale groups."""
 
     device_nbytes = 0
 
@@ -372,21 +110,312 @@ class CpuWorkerFactory:
         """All of them."""
         return asked
 
-    def worker(
-        self,
-        *,
-        scales: str,
-        input_scale: Callable[[str], float] | None,
-        stopped: Callable[[], bool],
-        advance: Callable[[int], None],
-    ) -> CpuWorker:
+    def worker(self, context: JobContext) -> CpuWorker:
         """See `WorkerFactory`."""
-        return CpuWorker(
-            self._checkpoint,
-            self._pool,
-            scales=scales,
-            input_scale=input_scale,
-            stopped=stopped,
-            advance=advance,
-            piece=self._piece,
-        )
+        return CpuWorker(self._checkpoint, self._pool, context, self._piece)
+
+
+class CpuWorker:
+    """Converts jobs for one thread; the pool is shared by threads."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, pool: HostPool, context: JobContext, piece: int = PIECE_BYTES
+    ) -> None:
+        """`piece` is how many bytes are worked on at a time."""
+        self._checkpoint = checkpoint
+        self._pool = pool
+        self._context = context
+        self._piece_bytes = piece
+        self._held: dict[str, memoryview] = {}
+        self._source, self._codes, self._scales = _Scratch(), _Scratch(), _Scratch()
+
+    def run(
+        self, job: Job, shard: ShardWriter, held: Sequence[memoryview] | None = None
+    ) -> JobResult:
+        """See `Worker.run`. Raises `TensorError` for non-finite values, `DiskError`, ..."""
+        views = zip(job.members, held or (), strict=held is not None)
+        self._held = {member.role.name: view for member, view in views}
+        out = JobWriter(shard)
+        match job.kind:
+            case JobKind.COPY:
+                self._copy(job.members[0], out)
+            case JobKind.FP8:
+                self._fp8(job.members[0], out)
+            case JobKind.NVFP4:
+                self._nvfp4(job, out)
+            case JobKind.DECODE_NVFP4 | JobKind.DECODE_FP8:
+                self._decode(job.kind, job.members[0], out)
+            case _:
+                assert_never(job.kind)
+        return out.result
+
+    def _pieces(self, member: Member, unit: int) -> list[tuple[int, int]]:
+        """(start, nbytes) of pieces that are whole multiples of `unit` bytes."""
+        size = max(self._piece_bytes // unit, 1) * unit
+        total = member.source.nbytes
+        return [(start, min(size, total - start)) for start in range(0, total, size)]
+
+    def _piece(self, member: Member, start: int, nbytes: int, *, again: bool = False) -> memoryview:
+        """Some of a member's source bytes; valid until the next piece."""
+        held = self._held.get(member.role.name)
+        if held is not None:
+            self._context.step(0 if again else nbytes)
+            return held[start : start + nbytes]
+        view = self._source.view(nbytes)
+        self._read(member, start, view, again=again)
+        return view
+
+    def _read(self, member: Member, start: int, out: memoryview, *, again: bool = False) -> None:
+        self._context.step(0 if again else out.nbytes)
+        source = member.source
+        self._checkpoint.read_into(source.spec, out, source.start + start)
+
+    def _copy(self, member: Member, out: JobWriter) -> None:
+        spec, (output,) = member.source.spec, member.outputs
+        sink = out.sink(output)
+        item, out_item = ITEMSIZE[spec.dtype], ITEMSIZE[output.dtype]
+        checked = member.role.role is not Role.EXTRA and spec.dtype in FLOAT_SOURCES
+        for start, nbytes in self._pieces(member, item):
+            view = self._piece(member, start, nbytes)
+            if checked:
+                _refuse_nonfinite(member, cpu.amax(view, spec.dtype), start // item)
+            if output.dtype != spec.dtype:
+                converted = self._codes.view(nbytes // item * out_item)
+                if cpu.convert(view, spec.dtype, converted, output.dtype):
+                    raise TensorError(
+                        f"{spec.file}: {spec.name} holds values beyond {output.dtype}'s range"
+                        " (3.4e38); they would become infinite. Repair the source"
+                    )
+                view = converted
+            sink.append(view)
+        sink.finish()
+
+    def _fp8(self, member: Member, out: JobWriter) -> None:
+        dtype, (n, k) = member.source.spec.dtype, member.source.shape
+        row_bytes = k * ITEMSIZE[dtype]
+        outputs = Fp8Outputs(*member.outputs)
+        sink = out.sink(outputs.codes)
+        scales = self._scales.view(n * 4)
+        row = 0
+        for start, nbytes in self._pieces(member, row_bytes):
+            rows = nbytes // row_bytes
+            source = self._piece(member, start, nbytes)
+            codes = self._codes.view(rows * k)
+            part = scales[row * 4 : (row + rows) * 4]
+            counts = cpu.fp8_quantize_rows(source, dtype, k, codes, part)
+            _refuse_nonfinite(member, counts, row * k)
+            out.result.zero_rows += counts.zero_rows
+            sink.append(codes)
+            row += rows
+        sink.finish()
+        out.write(outputs.row_scale, scales)
+
+    def _decode(self, kind: JobKind, member: Member, out: JobWriter) -> None:
+        """Codes back to BF16; the scales are found by name, in tensors next to the codes."""
+        (output,), module = member.outputs, member.role.module
+        n, k = output.shape
+        scales = memoryview(self._checkpoint.read(f"{module}.weight_scale"))
+        global_scale = 1.0
+        if kind is JobKind.DECODE_NVFP4:
+            global_scale = self._global_scale(member)
+        row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
+        sink = out.sink(output)
+        row = 0
+        for start, nbytes in self._pieces(member, row_codes):
+            rows = nbytes // row_codes
+            codes = self._piece(member, start, nbytes)
+            values = self._codes.view(rows * k * 2)
+            part = scales[row * row_scales : (row + rows) * row_scales]
+            if kind is JobKind.DECODE_NVFP4:
+                cpu.nvfp4_dequantize(codes, part, k, global_scale, values, "BF16")
+            else:
+                cpu.fp8_dequantize_rows(codes, part, k, values, "BF16")
+            found = cpu.amax(values, "BF16")  # finds a NaN among codes or scales, or a wild scale
+            if found.nonfinite:
+                place = list(divmod(row * k + found.first_nonfinite, k))
+                raise TensorError(
+                    f"{member.source.spec.file}: {module} decodes to NaN or infinity (first at"
+                    f" {place}); `beamq verify` tells what is broken"
+                )
+            sink.append(values)
+            row += rows
+        sink.finish()
+
+    def _global_scale(self, member: Member) -> float:
+        name = f"{member.role.module}.weight_scale_2"
+        scale: float = struct.unpack("<f", self._checkpoint.read(name))[0]
+        if not 2.0**-126 <= scale <= 2.0**117:
+            raise TensorError(
+                f"{member.source.spec.file}: {name} is {scale}, which no weight can have;"
+                " `beamq verify` tells what is broken"
+            )
+        return scale
+
+    def _nvfp4(self, job: Job, out: JobWriter) -> None:
+        if self._held or job.source_nbytes > HELD_BYTES:
+            self._nvfp4_group(job, [None] * len(job.members), out)
+            return
+        buffer = self._pool.acquire(job.source_nbytes, self._context.stopped)
+        try:
+            with memoryview(buffer) as whole:
+                views: list[memoryview] = []
+                begin = 0
+                for member in job.members:
+                    views.append(whole[begin : begin + member.source.nbytes])
+                    begin += member.source.nbytes
+                self._nvfp4_group(job, views, out)
+                for view in views:  # the pool can close a buffer only when no view is left
+                    view.release()
+        finally:
+            self._pool.release(buffer)
+
+    def _nvfp4_group(self, job: Job, views: Sequence[memoryview | None], out: JobWriter) -> None:
+        """Quantize with one global scale. Views are filled; members without one read in pieces."""
+        amax = max(self._load(m, view) for m, view in zip(job.members, views, strict=True))
+        if amax == 0.0:
+            out.result.zero_groups.append(job.group)
+        scale = cpu.nvfp4_global_scale(amax)
+        for member, view in zip(job.members, views, strict=True):
+            self._nvfp4_member(member, view, scale, out)
+
+    def _load(self, member: Member, view: memoryview | None) -> float:
+        """Fill `view`, if given; the largest magnitude, found while pieces are in cache."""
+        item = ITEMSIZE[member.source.spec.dtype]
+        amax = 0.0
+        for start, nbytes in self._pieces(member, item):
+            if view is None:
+                piece = self._piece(member, start, nbytes)
+            else:
+                piece = view[start : start + nbytes]
+                self._read(member, start, piece)
+            found = cpu.amax(piece, member.source.spec.dtype)
+            _refuse_nonfinite(member, found, start // item)
+            amax = max(amax, found.amax)
+        return amax
+
+    def _nvfp4_member(
+        self, member: Member, data: memoryview | None, global_scale: float, out: JobWriter
+    ) -> None:
+        dtype, (n, k) = member.source.spec.dtype, member.source.shape
+        row_bytes = k * ITEMSIZE[dtype]
+        outputs = Nvfp4Outputs(*member.outputs)
+        sink = out.sink(outputs.codes)
+        scales = self._scales.view(n * k // NVFP4_BLOCK)
+        row_scales = k // NVFP4_BLOCK
+        row = 0
+        for begin, nbytes in self._pieces(member, row_bytes):
+            rows = nbytes // row_bytes
+            if data is None:
+                piece = self._piece(member, begin, nbytes, again=True)
+            else:
+                self._context.step()
+                piece = data[begin : begin + nbytes]
+            codes = self._codes.view(rows * k // 2)
+            part = scales[row * row_scales : (row + rows) * row_scales]
+            counts = cpu.nvfp4_quantize(
+                piece, dtype, k, global_scale, codes, part, scale_rule=self._context.scale_rule
+            )
+            out.result.underflow_blocks += counts.underflow
+            out.result.zero_blocks += counts.zero
+            sink.append(codes)
+            row += rows
+        sink.finish()
+        out.write(outputs.block_scale, scales)
+        out.write(outputs.global_scale, f32_bytes(global_scale))
+        if self._context.input_scale is not None:
+            out.write_input_scale(member, self._context.input_scale)
+
+
+class _Scratch:
+    """A buffer that is used again for each piece and grows when it must."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def view(self, nbytes: int) -> memoryview:
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
+
+
+def _refuse_nonfinite(member: Member, found: cpu.AmaxResult | cpu.Fp8Counts, base: int) -> None:
+    """Raise `TensorError` if the kernel met a NaN or infinity; its piece begins at value `base`."""
+    if not found.nonfinite:
+        return
+    index, place = base + found.first_nonfinite, list[int]()
+    for length in reversed(member.source.shape):
+        place.insert(0, index % length)
+        index //= length
+    raise TensorError(
+        f"{member.source.spec.file}: {member.role.name} holds NaN or infinity (at least"
+        f" {found.nonfinite}, first at {place}); repair the source, such a model cannot be served"
+    )
+
+
+Buffer = TypeVar("Buffer")
+
+
+class BufferPool(Generic[Buffer]):
+    """Buffers for whole scale groups, used again, never more than `budget` bytes at a time.
+
+    A request waits until enough is returned. One that is larger than the budget is granted when
+    nothing else is out, so that a single large group cannot block a run. `allocate` makes a buffer
+    of at least so many bytes, `size` gives its bytes, `discard` frees it.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        *,
+        allocate: Callable[[int], Buffer],
+        size: Callable[[Buffer], int],
+        discard: Callable[[Buffer], None],
+    ) -> None:
+        self._budget = budget
+        self._allocate = allocate
+        self._size = size
+        self._discard = discard
+        self._held = 0  # bytes of all buffers, free or in use
+        self._free: list[Buffer] = []  # the longest unused first
+        self._condition = threading.Condition()
+
+    def acquire(self, nbytes: int, stopped: Callable[[], bool]) -> Buffer:
+        """A buffer of at least `nbytes`. Raises `Interrupted` if `stopped` turns true."""
+        with self._condition:
+            while True:
+                fitting = [p for p, b in enumerate(self._free) if self._size(b) >= nbytes]
+                if fitting:  # the smallest that fits leaves the large ones for large groups
+                    return self._free.pop(min(fitting, key=lambda p: self._size(self._free[p])))
+                while self._free and self._held + nbytes > self._budget:
+                    oldest = self._free.pop(0)
+                    self._held -= self._size(oldest)
+                    self._discard(oldest)
+                if self._held + nbytes <= self._budget or self._held == 0:
+                    buffer = self._allocate(nbytes)
+                    self._held += self._size(buffer)
+                    return buffer
+                if stopped():
+                    raise Interrupted("stopped")
+                self._condition.wait(0.2)  # wakes to look at `stopped`, which notifies nobody
+
+    def release(self, buffer: Buffer) -> None:
+        """Return a buffer."""
+        with self._condition:
+            self._free.append(buffer)
+            self._condition.notify_all()
+
+
+HostPool = BufferPool[mmap.mmap]
+
+
+def host_pool(budget: int) -> HostPool:
+    """Anonymous memory of this process."""
+    return BufferPool(budget, allocate=_anonymous, size=len, discard=mmap.mmap.close)
+
+
+def _anonymous(nbytes: int) -> mmap.mmap:
+    size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        buffer.madvise(mmap.MADV_HUGEPAGE)  # a page fault for 2 MiB instead of 4 KiB
+    return buffer

@@ -22,9 +22,9 @@ from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import CpuWorkerFactory
 from beamq.convert.finalise import build_index, listed_shards
 from beamq.convert.input_scales import no_scales
-from beamq.convert.limits import DEFAULT_MEMORY_BYTES, default_workers
 from beamq.convert.options import DequantizeEvents, DequantizeKeywords, DequantizeOptions
-from beamq.convert.run import Runner, RunOptions, open_run
+from beamq.convert.resources import DEFAULT_MEMORY_BYTES, default_workers
+from beamq.convert.run import Conversion, RunOptions, open_run
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.eval.verify.checksums import SumReader
 from beamq.io.checkpoint import Checkpoint
@@ -36,7 +36,7 @@ from beamq.io.shard_writer import copy_file, write_json
 from beamq.io.source import INDEX_NAME, LocalFiles
 from beamq.options import from_keywords, takes
 from beamq.plan.layout import NVFP4_BLOCK
-from beamq.plan.plan import Draft, Work, place
+from beamq.plan.plan import Draft, JobKind, Work, place
 from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.ranks import current_ranks
 
@@ -120,7 +120,7 @@ def dequantize(
         def finish(records: Mapping[str, ShardRecord]) -> Manifest:
             return _finalise(work, source, output, records)
 
-        Runner(
+        Conversion(
             checkpoint=source,
             work=work,
             output=output,
@@ -137,7 +137,7 @@ def dequantize(
             ),
             finalise=finish,
         ).run()
-    decoded = sum(job.kind != "copy" for job in work.jobs)
+    decoded = sum(job.kind is not JobKind.COPY for job in work.jobs)
     return DequantizeResult(
         output=output,
         decoded=decoded,
@@ -151,7 +151,7 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
     """Plan the decoding: one job for each tensor of the output, in the model's order."""
     config = BeamConfig.from_dict(source.config)
     drafts = list(_drafts(source, config))
-    if all(draft.kind == "copy" for draft in drafts):
+    if all(draft.kind is JobKind.COPY for draft in drafts):
         raise TensorError(f"{source.name}: nothing is quantized here; it is BF16 already")
     jobs, shards = place(drafts, max_shard_bytes)
     return Work(
@@ -206,7 +206,7 @@ def _copy(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> Draft:
         dtype = "F32" if role.role in FP32_ROLES else "BF16"
     whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
     return Draft(
-        kind="copy", group=spec.name, members=[(role, whole, ((spec.name, dtype, shape),))]
+        kind=JobKind.COPY, group=spec.name, members=[(role, whole, ((spec.name, dtype, shape),))]
     )
 
 
@@ -216,7 +216,7 @@ def _check_quantized(
     spec: TensorSpec,
     scale: TensorSpec,
     shape: tuple[int, ...],
-) -> str:
+) -> JobKind:
     """The kind of decoding a linear needs, its tensors checked. Raises `TensorError`."""
     n, k = shape
     if spec.dtype == "U8":
@@ -235,7 +235,7 @@ def _check_quantized(
         raise TensorError(
             f"{role.module}: weight and scale are {found}, expected {wanted} (shape, dtype, shape)"
         )
-    return "decode-nvfp4" if spec.dtype == "U8" else "decode-fp8"
+    return JobKind.DECODE_NVFP4 if spec.dtype == "U8" else JobKind.DECODE_FP8
 
 
 def _finalise(

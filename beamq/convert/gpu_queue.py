@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -131,8 +131,14 @@ class Memory:
         return Memory(self.address + start, nbytes, self.owner)
 
 
-Place = tuple[Memory, Memory, Memory, Memory]
-"""Source, codes, scales, info of what the kernels do at a time."""
+class DeviceLayout(NamedTuple):
+    """The areas of device memory that the kernels work on at a time."""
+
+    source: Memory
+    codes: Memory
+    scales: Memory
+    info: Memory
+    """A `KernelResult`."""
 
 
 class Mark(Protocol):
@@ -166,11 +172,11 @@ class GpuQueue(Protocol):
     def download(self, to: int, source: Memory) -> None:
         """Queue a copy to an address on the host."""
 
-    def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
-        """Queue `gpu_groups.nvfp4_group`."""
+    def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
+        """Queue `gpu.nvfp4_group`."""
 
-    def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
-        """Queue `gpu_groups.fp8_rows`."""
+    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
+        """Queue `gpu.fp8_rows`."""
 
     def drain(self) -> None:
         """Wait for all that is queued."""
@@ -243,19 +249,19 @@ class CudaQueue:
         """See `GpuQueue`."""
         self._driver.download(to, source.address, source.nbytes, self._stream)
 
-    def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
+    def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
         """See `GpuQueue`."""
-        addresses = [area.address for area in place]
-        self._driver.zero(addresses[3], RESULT_NBYTES, self._stream)
+        addresses = [area.address for area in layout]
+        self._driver.zero(layout.info.address, RESULT_NBYTES, self._stream)
         self._first.launch(
             (rule, dtype, n, k),
             lambda: self._kernels.nvfp4_group(*addresses, dtype=dtype, n=n, k=k, scale_rule=rule),
         )
 
-    def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
+    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
         """See `GpuQueue`."""
-        addresses = [area.address for area in place]
-        self._driver.zero(addresses[3], RESULT_NBYTES, self._stream)
+        addresses = [area.address for area in layout]
+        self._driver.zero(layout.info.address, RESULT_NBYTES, self._stream)
         self._first.launch(
             ("fp8", dtype, k), lambda: self._kernels.fp8_rows(*addresses, dtype=dtype, n=n, k=k)
         )

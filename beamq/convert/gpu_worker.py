@@ -1,22 +1,22 @@
 """Quantize one job on a GPU: read into page-locked chunks, upload, kernels, download, write.
 
-In, out and errors are those of `CpuWorker`, byte for byte; a GPU only takes the arithmetic off the
-cores, which then have nothing to do but move bytes.
+In, out and errors are those of `CpuWorker`, byte for byte. A GPU only takes the arithmetic off the
+cores, which then only move bytes.
 
-The one idea: no pipeline. Each worker thread is one slot: a stream, two chunks for reading into and
-two for writing from, and a place on the device that its job's group fits in as a whole, so that the
-source is read once and nothing on the host grows with a group. A worker reads a chunk while its
-last one is on the wire, queues the kernels behind the last chunk, and writes one chunk while the
-next comes down. A core's worth of such workers keep reading, both directions of the bus, kernels
-and writing busy at the same time without anybody scheduling them. The global scale is computed on
-the device (gpu_groups.py), so a job waits once between its last upload and its first written byte.
+The one idea: no pipeline. Each worker thread has a stream, two chunks to read into and two to write
+from, and room on the device for the whole group of its job. So the source is read once and nothing
+on the host grows with a group. A worker reads a chunk while its last one is being uploaded, queues
+the kernels after the last chunk, and writes one chunk while the next is being downloaded. Enough
+such workers keep reading, both directions of the bus, kernels and writing busy at the same time
+without a scheduler. The global scale is computed on the device (`formats/kernels/gpu.py`), so a job
+waits once, between its last upload and its first written byte.
 
-What workers share is the interpreter, and asking for it back is what each call that lets it go
-costs most: so chunks are large, copies and marks do not let it go (cuda_driver.py), and the small
-tensors of a job are written together.
+Worker threads share one interpreter, and taking its lock again is what a call that releases it
+costs most. So chunks are large, copies and marks keep the lock (`gpu_queue.CudaDriver`), and the
+small tensors of a job are written together.
 
-Copied tensors, decoding, and groups the kernels do not take (mixed dtypes) go to a `CpuWorker`; so
-does a job in which something is not finite, to be refused with its place.
+Copied tensors, decoding, and groups that the kernels do not take (mixed dtypes) go to a
+`CpuWorker`. So does a job that holds NaN or infinity, to be refused with its place.
 """
 
 from __future__ import annotations
@@ -27,30 +27,27 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from beamq.convert.buffer_pool import BufferPool
-from beamq.convert.cpu_worker import CpuWorker, CpuWorkerFactory
+from beamq.convert.cpu_worker import BufferPool, CpuWorker, CpuWorkerFactory, JobContext
 from beamq.convert.gpu_queue import (
     CudaQueue,
+    DeviceLayout,
     FirstLaunches,
     GpuQueue,
     Memory,
-    Place,
     device_errors,
     device_memory,
 )
-from beamq.convert.open_shards import JobResult, TensorSink, f32_bytes, write_together
-from beamq.errors import DeviceError, Interrupted
+from beamq.convert.open_shards import JobResult, JobWriter, TensorSink, f32_bytes
+from beamq.errors import DeviceError
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import OutputTensor, ShardWriter
 from beamq.plan.layout import NVFP4_BLOCK
-from beamq.plan.plan import Job, Member, Work
+from beamq.plan.plan import Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs, Work
 
-# What a job takes on a GPU, and where in it everything lies: source, codes, scales, info.
-#
-# In: a job. Out: sizes in bytes; areas of a place on the device. Known from shapes alone, so that a
-# run can be refused before it begins.
+# Device layout: what a job takes on a GPU, and where each part of it lies. It follows from shapes
+# alone, so a run that cannot have the memory is refused before it begins.
 
 PART_BYTES = 64 << 20  # of FP8 rows on the device at a time
 MAX_FP8_K = 32_768
@@ -60,83 +57,65 @@ ALIGNMENT = 256
 def takes(job: Job) -> bool:
     """Whether the kernels do a job: linears with one dtype and one row length."""
     kinds = {(member.source.spec.dtype, member.source.shape[-1]) for member in job.members}
-    if job.kind not in ("nvfp4", "fp8") or len(kinds) != 1 or not job.source_nbytes:
+    if job.kind not in (JobKind.NVFP4, JobKind.FP8) or len(kinds) != 1 or not job.source_nbytes:
         return False
     dtype, k = kinds.pop()
-    return dtype in FLOAT_SOURCES and (job.kind == "nvfp4" or k <= MAX_FP8_K)
+    return dtype in FLOAT_SOURCES and (job.kind is JobKind.NVFP4 or k <= MAX_FP8_K)
 
 
 def device_nbytes(job: Job) -> int:
     """Bytes a job takes on the device at a time; 0 if it is not done there."""
-    if not takes(job):
-        return 0
-    return sum(aligned(size) for size in area_nbytes(job))
+    return sum(aligned(size) for size in area_nbytes(job)) if takes(job) else 0
 
 
-def area_nbytes(job: Job) -> tuple[int, ...]:
-    """Bytes of source, codes, scales and info of a job, or of a part of its FP8 rows."""
-    item, k = item_size(job), job.members[0].source.shape[1]
+def area_nbytes(job: Job) -> tuple[int, int, int, int]:
+    """Bytes of a job's areas of `DeviceLayout`; of an FP8 job, for as many rows as go at a time."""
+    item, k = ITEMSIZE[job.members[0].source.spec.dtype], job.members[0].source.shape[1]
     rows = sum(member.source.shape[0] for member in job.members)
-    if job.kind == "fp8":
-        return fp8_sizes(min(rows, part_rows(k, item)), k, item)
-    return nvfp4_sizes(rows, k, item)
-
-
-def item_size(job: Job) -> int:
-    """Bytes of a source value."""
-    return ITEMSIZE[job.members[0].source.spec.dtype]
+    if job.kind is JobKind.FP8:
+        rows = min(rows, part_rows(k, item))
+    return area_sizes(job.kind, rows, k, item)
 
 
 def part_rows(k: int, item: int) -> int:
-    """FP8 rows of `k` values that are on the device at a time."""
+    """FP8 rows of `k` values of `item` bytes that are on the device at a time."""
     return max(1, PART_BYTES // (k * item))
 
 
-def nvfp4_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
-    """Bytes of source, codes, scales and info."""
+def area_sizes(kind: JobKind, n: int, k: int, item: int) -> tuple[int, int, int, int]:
+    """Bytes of each area of `DeviceLayout` for [n, k] values of `item` bytes."""
+    if kind is JobKind.FP8:
+        return n * k * item, n * k, n * 4, RESULT_NBYTES
     return n * k * item, n * k // 2, n * k // NVFP4_BLOCK, RESULT_NBYTES
 
 
-def fp8_sizes(n: int, k: int, item: int) -> tuple[int, ...]:
-    """Bytes of source, codes, scales and info."""
-    return n * k * item, n * k, n * 4, RESULT_NBYTES
-
-
 def aligned(nbytes: int) -> int:
-    """Rounded up to what areas begin at."""
+    """Rounded up to a multiple of `ALIGNMENT`, at which areas begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def split(place: Memory, sizes: Iterable[int]) -> Place:
-    """Areas of device memory, one behind the other."""
+def split(memory: Memory, sizes: Iterable[int]) -> DeviceLayout:
+    """Areas of device memory, one after the other."""
     areas, begin = [], 0
     for size in sizes:
-        areas.append(place.part(begin, size))
+        areas.append(memory.part(begin, size))
         begin += aligned(size)
-    source, codes, scales, info = areas
-    return source, codes, scales, info
+    return DeviceLayout(*areas)
 
 
-def area_rows(area: Memory, rows: slice, width: int) -> Memory:
-    """Some rows of `width` bytes."""
-    return area.part(rows.start * width, (rows.stop - rows.start) * width)
-
-
-# Page-locked chunks through which a worker's bytes go to a GPU and come back.
-#
-# In: a queue, parts of device memory and the sinks they belong to. Out: chunks in turn, each free
-# of what was copied through it before; batches of parts that fill a chunk.
+# Pinned staging: page-locked chunks through which a worker's bytes go to the GPU and come back.
 
 IN_BYTES = 16 << 20  # of a chunk: half of an expert's projection
 OUT_BYTES = 8 << 20
-CHUNKS = 2  # each way
+CHUNKS = 2  # each way: one is filled or emptied while the other is copied
 SLOT_BYTES = CHUNKS * (IN_BYTES + OUT_BYTES)
 
 Part = tuple[Memory, TensorSink]
+"""Some bytes on the device, and the tensor they are the next bytes of."""
 
 
 class Chunk:
-    """Page-locked bytes that a copy may be using."""
+    """Page-locked bytes that a queued copy may be using."""
 
     def __init__(self, queue: GpuQueue, nbytes: int) -> None:
         self.array = queue.host(nbytes)
@@ -146,19 +125,22 @@ class Chunk:
         self._marked = False
 
     def mark(self) -> None:
-        """In use by what was queued so far."""
+        """In use until the queue is done with what it holds now."""
         self._mark.record()
         self._marked = True
 
     def wait(self) -> None:
-        """Until it is not."""
+        """Return when no copy uses it."""
         if self._marked:
             self._mark.wait()
             self._marked = False
 
 
 class Ring:
-    """Chunks in turn, made when first needed; each is waited for before it is given out again."""
+    """`CHUNKS` chunks in turn, made when first needed.
+
+    A chunk is waited for before it is given out again: a copy may still read from it.
+    """
 
     def __init__(self, queue: GpuQueue, nbytes: int) -> None:
         self._queue = queue
@@ -167,7 +149,7 @@ class Ring:
         self._turn = 0
 
     def next(self) -> Chunk:
-        """One that nothing uses."""
+        """A chunk that nothing uses."""
         if len(self._chunks) < CHUNKS:
             self._chunks.append(Chunk(self._queue, self._nbytes))
         chunk = self._chunks[self._turn % CHUNKS]
@@ -185,7 +167,7 @@ def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def packed(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Batches of parts that fit a chunk, large ones divided."""
+    """Batches of parts that fit a chunk, large parts divided."""
     batch: list[Part] = []
     room = OUT_BYTES
     for memory, sink in parts:
@@ -203,11 +185,14 @@ def packed(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 DevicePool = BufferPool[Memory]
-Batch = list[tuple[memoryview, TensorSink]]
+Views = Sequence[memoryview | None]
+"""The source bytes of each member of a job, where the caller has them."""
+Staged = list[tuple[memoryview, TensorSink]]
+"""Bytes in one chunk, and the tensors they are the next bytes of."""
 
 
 class GpuWorker:
-    """Runs jobs for one worker thread. Not shared between threads; the pool is."""
+    """Converts jobs for one thread; the pool is shared by threads."""
 
     def __init__(
         self,
@@ -215,81 +200,68 @@ class GpuWorker:
         queue: GpuQueue,
         pool: DevicePool,
         fallback: CpuWorker,
-        *,
-        scales: str,
-        input_scale: Callable[[str], float] | None,
-        stopped: Callable[[], bool],
-        advance: Callable[[int], None],
+        context: JobContext,
     ) -> None:
-        """As `CpuWorker`; `fallback` is one with the same options."""
+        """`fallback` has the same context."""
         self._checkpoint = checkpoint
         self._queue = queue
         self._pool = pool
         self._fallback = fallback
-        self._rule = scales
-        self._input_scale = input_scale
-        self._stopped = stopped
-        self._advance = advance
+        self._context = context
         self._incoming = Ring(queue, IN_BYTES)
         self._outgoing = Ring(queue, OUT_BYTES)
         self._info = Chunk(queue, RESULT_NBYTES)
 
     def run(
-        self, job: Job, writer: ShardWriter, held: Sequence[memoryview] | None = None
+        self, job: Job, shard: ShardWriter, held: Sequence[memoryview] | None = None
     ) -> JobResult:
-        """See `CpuWorker.run`; also raises `DeviceError`."""
+        """See `Worker.run`; also raises `DeviceError`."""
         if not takes(job):
-            return self._fallback.run(job, writer, held)
-        result = JobResult()
-        views = [None] * len(job.members) if held is None else held
-        with self._queue.using(), self._place(device_nbytes(job)) as place:
-            convert = self._fp8 if job.kind == "fp8" else self._nvfp4
-            sound = convert(job, writer, views, place, result)
-        if not sound:
-            self._fallback.run(job, writer, held)  # raises `TensorError`, with the place
+            return self._fallback.run(job, shard, held)
+        out = JobWriter(shard)
+        views: Views = [None] * len(job.members) if held is None else held
+        with self._queue.using(), self._memory(device_nbytes(job)) as memory:
+            convert = self._fp8 if job.kind is JobKind.FP8 else self._nvfp4
+            finite = convert(job, views, memory, out)
+        if not finite:
+            self._fallback.run(job, shard, held)  # raises `TensorError`, with the place
             raise DeviceError(f"{job.group}: not finite on the GPU only; --device cpu may help")
-        return result
+        return out.result
 
     @contextmanager
-    def _place(self, nbytes: int) -> Iterator[Memory]:
-        """Memory on the device. What is queued is waited for before others get it."""
-        place = self._pool.acquire(nbytes, self._stopped)
+    def _memory(self, nbytes: int) -> Iterator[Memory]:
+        """Memory on the device."""
+        memory = self._pool.acquire(nbytes, self._context.stopped)
         try:
-            yield place
+            yield memory
         except BaseException:
+            # What is queued may still write to this memory: no other worker may get it before.
             self._queue.drain()
             raise
         finally:
-            self._pool.release(place)
+            self._pool.release(memory)
 
-    def _nvfp4(
-        self,
-        job: Job,
-        writer: ShardWriter,
-        views: Sequence[memoryview | None],
-        place: Memory,
-        result: JobResult,
-    ) -> bool:
+    def _nvfp4(self, job: Job, views: Views, memory: Memory, out: JobWriter) -> bool:
         """Whether all values are finite; if not, nothing is written."""
-        item, k = item_size(job), job.members[0].source.shape[1]
+        dtype, k = job.members[0].source.spec.dtype, job.members[0].source.shape[1]
         n = sum(member.source.shape[0] for member in job.members)
-        areas = split(place, nvfp4_sizes(n, k, item))
-        source, codes, scales, info = areas
+        layout = split(memory, area_nbytes(job))
         begin = 0
         for member, view in zip(job.members, views, strict=True):
-            self._upload(source.part(begin, member.source.nbytes), member, 0, view)
+            self._upload(layout.source.part(begin, member.source.nbytes), member, 0, view)
             begin += member.source.nbytes
-        self._queue.nvfp4(areas, job.members[0].source.spec.dtype, n, k, self._rule)
+        self._queue.nvfp4(layout, dtype, n, k, self._context.scale_rule)
         parts: list[Part] = []
         row = 0
         for member in job.members:
-            rows = slice(row, row + member.source.shape[0])
-            row = rows.stop
-            parts.append((area_rows(codes, rows, k // 2), TensorSink(writer, member.outputs[0])))
-            parts.append(
-                (area_rows(scales, rows, k // NVFP4_BLOCK), TensorSink(writer, member.outputs[1]))
-            )
-        found = self._download(info, parts, lambda found: found.finite_group)
+            outputs, rows = Nvfp4Outputs(*member.outputs), member.source.shape[0]
+            for area, width, output in (
+                (layout.codes, k // 2, outputs.codes),
+                (layout.scales, k // NVFP4_BLOCK, outputs.block_scale),
+            ):
+                parts.append((area.part(row * width, rows * width), out.sink(output)))
+            row += rows
+        found = self._download(layout.info, parts, lambda found: found.finite_group)
         if found is None:
             return False
         if found.global_scale != cpu.nvfp4_global_scale(found.amax):
@@ -298,46 +270,41 @@ class GpuWorker:
                 f" {found.amax}; expected {cpu.nvfp4_global_scale(found.amax)}. Use --device cpu"
             )
         if found.amax == 0.0:
-            result.zero_groups.append(job.group)
-        _, result.underflow_blocks, result.zero_blocks, _ = found.counts
+            out.result.zero_groups.append(job.group)
+        _, out.result.underflow_blocks, out.result.zero_blocks, _ = found.counts
         for _, sink in parts:
-            sink.finish(result)
-        write_together(writer, self._small(job, found.global_scale), result)
+            sink.finish()
+        out.write_together(self._small(job, found.global_scale))
         return True
 
     def _small(self, job: Job, global_scale: float) -> Iterator[tuple[OutputTensor, memoryview]]:
         """The scales of four bytes."""
         for member in job.members:
-            yield member.outputs[2], f32_bytes(global_scale)
-            if self._input_scale is not None:
-                yield member.outputs[-1], f32_bytes(self._input_scale(member.role.module))
+            outputs = Nvfp4Outputs(*member.outputs)
+            yield outputs.global_scale, f32_bytes(global_scale)
+            if self._context.input_scale is not None:
+                scale = self._context.input_scale(member.role.module)
+                yield outputs.input_scale, f32_bytes(scale)
 
-    def _fp8(
-        self,
-        job: Job,
-        writer: ShardWriter,
-        views: Sequence[memoryview | None],
-        place: Memory,
-        result: JobResult,
-    ) -> bool:
+    def _fp8(self, job: Job, views: Views, memory: Memory, out: JobWriter) -> bool:
         """Whether all values are finite. Rows share nothing, so they go in parts."""
         for member, view in zip(job.members, views, strict=True):
             dtype, (n, k) = member.source.spec.dtype, member.source.shape
-            item = ITEMSIZE[dtype]
+            item, outputs = ITEMSIZE[dtype], Fp8Outputs(*member.outputs)
             at_once = part_rows(k, item)
-            code_sink, scale_sink = (TensorSink(writer, output) for output in member.outputs)
+            code_sink, scale_sink = out.sink(outputs.codes), out.sink(outputs.row_scale)
             for row in range(0, n, at_once):
                 rows = min(at_once, n - row)
-                areas = split(place, fp8_sizes(rows, k, item))
-                self._upload(areas[0], member, row * k * item, view)
-                self._queue.fp8(areas, dtype, rows, k)
-                parts = [(areas[1], code_sink), (areas[2], scale_sink)]
-                found = self._download(areas[3], parts, lambda found: found.finite_rows)
+                layout = split(memory, area_sizes(job.kind, rows, k, item))
+                self._upload(layout.source, member, row * k * item, view)
+                self._queue.fp8(layout, dtype, rows, k)
+                parts = [(layout.codes, code_sink), (layout.scales, scale_sink)]
+                found = self._download(layout.info, parts, lambda found: found.finite_rows)
                 if found is None:
                     return False
-                result.zero_rows += found.counts[1]
-            code_sink.finish(result)
-            scale_sink.finish(result)
+                out.result.zero_rows += found.counts[1]
+            code_sink.finish()
+            scale_sink.finish()
         return True
 
     def _upload(self, to: Memory, member: Member, start: int, view: memoryview | None) -> None:
@@ -345,12 +312,12 @@ class GpuWorker:
         held = None
         if view is not None:
             held = np.frombuffer(view, np.uint8, count=to.nbytes, offset=start)
-            if self._queue.locked(held.ctypes.data):
-                self._check(to.nbytes)
+            if self._queue.locked(held.ctypes.data):  # a forward pass staged it: no copy needed
+                self._context.step(to.nbytes)
                 self._queue.upload(to, held.ctypes.data)
                 return
         for first, size in pieces(to.nbytes):
-            self._check(size)
+            self._context.step(size)
             chunk = self._incoming.next()
             if held is None:
                 place = member.source.start + start + first
@@ -361,57 +328,47 @@ class GpuWorker:
             chunk.mark()
 
     def _download(
-        self,
-        info: Memory,
-        parts: Sequence[Part],
-        finite: Callable[[KernelResult], bool],
+        self, info: Memory, parts: Sequence[Part], finite: Callable[[KernelResult], bool]
     ) -> KernelResult | None:
         """Write all parts; what the kernels found. None, and nothing written, if not `finite`."""
         found: KernelResult | None = None
         self._queue.download(self._info.address, info)
-        for batch in self._batches(parts):
-            if found is None:
+        for staged in self._stage(parts):
+            if found is None:  # queued before the first chunk, so it has arrived with it
                 found = KernelResult.read(self._info.view)
                 if not finite(found):
                     self._queue.drain()
                     return None
-            for view, sink in batch:
-                self._check(0)
+            for view, sink in staged:
+                self._context.step()
                 sink.append(view)
         return found
 
-    def _batches(self, parts: Sequence[Part]) -> Iterator[Batch]:
-        """Parts' bytes on the host, a chunk at a time, the next one on its way meanwhile."""
-        waiting: tuple[Chunk, Batch] | None = None
-        for some in packed(parts):
+    def _stage(self, parts: Sequence[Part]) -> Iterator[Staged]:
+        """Parts' bytes on the host, a chunk at a time, while the next chunk is downloaded."""
+        waiting: tuple[Chunk, Staged] | None = None
+        for batch in packed(parts):
             chunk = self._outgoing.next()
-            batch: Batch = []
+            staged: Staged = []
             begin = 0
-            for memory, sink in some:
+            for memory, sink in batch:
                 self._queue.download(chunk.address + begin, memory)
-                batch.append((chunk.view[begin : begin + memory.nbytes], sink))
+                staged.append((chunk.view[begin : begin + memory.nbytes], sink))
                 begin += memory.nbytes
             chunk.mark()
             if waiting is not None:
                 waiting[0].wait()
                 yield waiting[1]
-            waiting = chunk, batch
+            waiting = chunk, staged
         if waiting is not None:
             waiting[0].wait()
             yield waiting[1]
 
-    def _check(self, nbytes: int) -> None:
-        if self._stopped():
-            raise Interrupted("stopped")
-        if nbytes:
-            self._advance(nbytes)
 
-
-# The workers of one GPU: what they share, and what they take of memory.
-#
-# On the host each worker has `SLOT_BYTES` of page-locked chunks. On the device a pool has room for
-# what all workers have in hand, `DEVICE_BYTES` or twice the largest group, less where less is free.
-# Both are bounds; a run that cannot have them is refused before it begins.
+# What the workers of one GPU share, and what they take of memory. On the host each worker has
+# `SLOT_BYTES` of page-locked chunks. On the device a pool has room for what all workers have in
+# hand: `DEVICE_BYTES` or twice the largest group, less where less is free. Both are bounds; a run
+# that cannot have them is refused before it begins.
 
 DEVICE_BYTES = 2 << 30
 MAX_WORKERS = 16  # 29 threads were slower than 16: they wait for the interpreter
@@ -458,26 +415,14 @@ class GpuWorkerFactory:
         """As many as have page-locked chunks within `memory`, and not too many for one GPU."""
         return max(1, min(asked, MAX_WORKERS, self._memory // SLOT_BYTES))
 
-    def worker(
-        self,
-        *,
-        scales: str,
-        input_scale: Callable[[str], float] | None,
-        stopped: Callable[[], bool],
-        advance: Callable[[int], None],
-    ) -> GpuWorker:
+    def worker(self, context: JobContext) -> GpuWorker:
         """See `WorkerFactory`."""
         return GpuWorker(
             self._checkpoint,
             CudaQueue(self._device, self._first),
             self._pool,
-            self._cpu.worker(
-                scales=scales, input_scale=input_scale, stopped=stopped, advance=advance
-            ),
-            scales=scales,
-            input_scale=input_scale,
-            stopped=stopped,
-            advance=advance,
+            self._cpu.worker(context),
+            context,
         )
 
 

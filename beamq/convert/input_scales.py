@@ -1,118 +1,96 @@
 """Which `input_scale` each NVFP4 linear gets: from statistics, or the constant 1.0, never guessed.
 
-FP8 needs none (its activations are scaled per token when served). Where nothing is said about
-NVFP4's, the conversion calibrates on the way (`one_pass`).
+In: a plan and the user's options. Out: an `InputScaleProvider`, whose scales are known before the
+run, or None where NVFP4 has to calibrate during it (`one_pass.OnePass`, the other provider).
+FP8 needs no input scale: its activations are scaled per token when served.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from beamq.convert.cpu_worker import JobContext
 from beamq.convert.open_shards import OpenShards
 from beamq.convert.options import ConvertOptions
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
-from beamq.plan.plan import Job, Plan
+from beamq.plan.plan import Job, JobKind, Plan
 
 if TYPE_CHECKING:
     from beamq.calib.statistics import CalibrationStats
 
 
-# Where a run's input scales come from, and what may convert jobs on its way to them.
-#
-# Two protocols between the runner and what it is given: `InputScaleProvider` (a file, a constant,
-# or a calibration that is still to be made) and `Feed`, the part of the last that does work.
-
-
-class Feed(Protocol):
-    """Something that converts jobs on its own way, before the crew takes what is left."""
-
-    def run(
-        self,
-        jobs: Sequence[Job],
-        shards: OpenShards,
-        *,
-        advance: Callable[[int], None],
-        stop: threading.Event,
-    ) -> Set[int]:
-        """The `id` of each of `jobs` whose result was added to `shards`."""
-
-
-class InputScaleProvider(Protocol):
-    """Input scales of a run. With a `feed`, all but `digest` and `key` wait for it to have run.
-
-    `digest` tells these scales from others before the run; a finished run's manifest has it under
-    `key` of its `input_scales`, which are `record`. `files` are texts to keep beside the weights.
-    `state_nbytes` is what finding them takes of the output's disk meanwhile; `calibrated` is how
-    far that has come, as (layers, of how many), None before the first.
-    """
-
-    @property
-    def state_nbytes(self) -> int: ...
-
-    @property
-    def calibrated(self) -> tuple[int, int] | None: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def key(self) -> str: ...
-
-    @property
-    def record(self) -> Mapping[str, Any]: ...
-
-    @property
-    def files(self) -> Mapping[str, str]: ...
-
-    @property
-    def stats(self) -> CalibrationStats | None:
-        """What a calibration of this run saw."""
-
-    @property
-    def feed(self) -> Feed | None: ...
-
-    def of(self, module: str) -> float:
-        """The scale of one linear."""
-
-    def check_resumed(self) -> None:
-        """Raise `ResumeError`, naming them, where an unfinished run was given other options."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownScales:
-    """A `InputScaleProvider` that is there before the run."""
+    """The scale of each linear, and what the output folder says of them.
+
+    `digest` tells these scales from others. `record` goes into the manifest, `files` (texts by
+    name) next to the weights.
+    """
 
     scale: Callable[[str], float]
     digest: str
     record: Mapping[str, Any]
     files: Mapping[str, str] = field(default_factory=dict)
-    key: str = "digest"
-    feed: Feed | None = None
-    stats: CalibrationStats | None = None
-    state_nbytes: int = 0
+
+
+class InputScaleProvider:
+    """The input scales of a run, here those that are known before it.
+
+    `digest` is known before the run in any case; the manifest of a finished run has it under `key`
+    of its `input_scales`. A subclass may find the scales by a calibration: `state_nbytes` is what
+    that keeps on the output's disk meanwhile, `calibrated` how far it is, as (layers, of how many),
+    and `stats` what it saw.
+    """
+
+    key = "digest"
+    state_nbytes = 0
     calibrated: tuple[int, int] | None = None
+    stats: CalibrationStats | None = None
+
+    def __init__(self, digest: str, known: KnownScales | None) -> None:
+        self.digest = digest
+        self._known = known
+
+    @property
+    def known(self) -> KnownScales:
+        """The scales, once they are known."""
+        if self._known is None:
+            raise RuntimeError("input scales were asked for before the calibration was run")
+        return self._known
 
     def of(self, module: str) -> float:
         """The scale of one linear."""
-        return self.scale(module)
+        return self.known.scale(module)
+
+    def convert_early(
+        self, jobs: Sequence[Job], shards: OpenShards, context: JobContext
+    ) -> Set[int]:
+        """Find the scales and convert jobs on the way; the `Job.index` of each that is done."""
+        return frozenset()
 
     def check_resumed(self) -> None:
-        """Nothing: `digest` is all there is to compare."""
+        """Raise `ResumeError`, naming them, where an unfinished run was given other options.
+
+        Scales from a file or a constant have no options, only their digest.
+        """
 
 
-def no_scales(why: str) -> KnownScales:
+def no_scales(why: str) -> InputScaleProvider:
     """For runs that write none; asking for one is a defect."""
 
     def refuse(module: str) -> float:
         raise RuntimeError(f"{module}: {why}")
 
-    return KnownScales(scale=refuse, digest="none", record={"digest": "none"})
+    return _provider(KnownScales(scale=refuse, digest="none", record={"digest": "none"}))
+
+
+def _provider(known: KnownScales) -> InputScaleProvider:
+    return InputScaleProvider(known.digest, known)
 
 
 CONSTANT_NOTE = (
@@ -140,8 +118,8 @@ def check_options(plan: Plan, options: ConvertOptions) -> None:
         given = "--calibration" if calibration is not None else "--no-calibration"
         raise UsageError(
             f"recipe {plan.recipe.name} rounds experts by activations ({method}), which {given}"
-            " does not bring; leave it out: this recipe calibrates on the way (--data for your own"
-            " text)"
+            " does not have; leave it out: this recipe calibrates during the conversion (--data for"
+            " your own text)"
         )
     if plan.recipe.format == "fp8" and (calibration is not None or calibrate):
         raise UsageError(
@@ -153,7 +131,7 @@ def check_options(plan: Plan, options: ConvertOptions) -> None:
 def given_input_scales(
     plan: Plan, checkpoint: Checkpoint, options: ConvertOptions
 ) -> InputScaleProvider | None:
-    """The scales that are there before the run; None where a calibration has to make them.
+    """The scales that are known before the run; None where a calibration has to find them.
 
     Raises `CalibrationError` for a statistics file that does not fit.
     """
@@ -163,10 +141,12 @@ def given_input_scales(
         from beamq.calib.input_scales import constant_scales  # NumPy, only where scales are needed
 
         scales = constant_scales()
-        return KnownScales(
-            scale=lambda module: float(scales.scale(module)),
-            digest=scales.digest,
-            record={"digest": scales.digest, "description": CONSTANT_NOTE},
+        return _provider(
+            KnownScales(
+                scale=lambda module: float(scales.scale(module)),
+                digest=scales.digest,
+                record={"digest": scales.digest, "description": CONSTANT_NOTE},
+            )
         )
     if options.calibration is None:
         return None
@@ -174,11 +154,11 @@ def given_input_scales(
 
     stats = load_stats(Path(options.calibration))
     stats.check_model(checkpoint.content_digest(), checkpoint.label)
-    return from_statistics(plan, stats)
+    return _provider(from_statistics(plan, stats))
 
 
 def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
-    """Scales, record and coverage table; the same whether the statistics came from a file."""
+    """Scales, record and coverage table of statistics, from a file or from this run."""
     from beamq.calib.input_scales import coverage, input_scales
 
     scales = input_scales(stats, plan.config)
@@ -209,7 +189,7 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
 def quantized_modules(plan: Plan) -> Iterator[str]:
     """Every linear that needs an input scale."""
     for job in plan.jobs:
-        if job.kind == "nvfp4":
+        if job.kind is JobKind.NVFP4:
             for member in job.members:
                 yield member.role.module
 

@@ -1,33 +1,33 @@
-"""Calibrate and convert in one pass over the source: the feed behind `quantize --data`.
+"""Calibrate and convert in one pass over the source, for `quantize` without given scales.
 
 In: a plan's jobs and `CalibrationOptions`. Out: shards, and the statistics from which their input
-scales came.
+scales come (`OnePass`). The output has the same bytes as `calibrate` followed by `quantize
+--calibration`.
 
-One process reads each source byte once: the forward pass reads a layer, `StreamingConverter`
-converts it from the same buffers, and its input scales are written when its last sample has left
-it. What the forward pass never reads (the head, the last norm, tensors that are not Beam's) is left
-to the scheduler, and so are earlier layers of a resumed run whose shards were not finished. The
-output has the same bytes as `calibrate` followed by `quantize --calibration`.
+The one idea: the codes of a weight do not depend on the calibration, only its `input_scale` does.
+The forward pass reads a layer once, `StreamingConverter` converts it from the same buffers, and the
+input scales are written when the layer's last sample has left it. What the forward pass never reads
+(the head, the last norm, tensors that are not Beam's) is left to the scheduler, and so are earlier
+layers of a resumed run whose shards were not finished.
 
-Where the recipe rounds experts by their inputs (GPTQ), these are converted by a visitor of the same
-pass, layer by layer, from the weights that the forward pass holds. A run that is resumed then
-starts the pass again if the saved state lies behind experts that are not durable yet.
+Where the recipe rounds experts by their inputs (GPTQ), the pass itself rounds them, layer by layer,
+from the weights it holds, and `ExpertWriter` writes them. The pass saves its state in the output's
+state folder, so a killed run goes on from the last layer saved there. It starts again if the saved
+state is past rounded experts that are not durable yet.
 
-The pass saves its state in the output's state folder, so a killed run goes on from the last
-layer saved there.
-
-Under torchrun the pass runs with experts split over ranks. Where they are rounded by it, each rank
-writes its own into whoever's shard (`visited_experts`), and taps all else of its own shards.
-Otherwise the conversion comes after the pass, split by shards: a shard's experts have passed other
-ranks by then, so the source is read twice.
+Under torchrun the pass runs with experts split over ranks. Where experts are rounded, each rank
+writes those it has, into shards of any rank, and streams everything else of its own shards.
+Otherwise the conversion comes after the pass, split by shards: the experts of a shard have passed
+through other ranks by then, so the source is read twice.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,32 +37,26 @@ from beamq.calib.input_scales import input_scales
 from beamq.calib.options import CalibrationEvents, CalibrationOptions
 from beamq.calib.setup import CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
-from beamq.convert.cpu_worker import Worker, WorkerFactory
-from beamq.convert.input_scales import Feed, KnownScales, from_statistics
-from beamq.convert.open_shards import (
-    JobResult,
-    OpenShards,
-    f32_bytes,
-    write_input_scale,
-    write_whole,
-)
+from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
+from beamq.convert.input_scales import InputScaleProvider, from_statistics
+from beamq.convert.open_shards import JobResult, JobWriter, OpenShards, f32_bytes
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.journal import CALIBRATION, STATE_DIR
 from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_writer import ShardWriter
-from beamq.plan.plan import Job, Plan, Work
+from beamq.plan.plan import Job, JobKind, Nvfp4Outputs, Plan, Work
 from beamq.ranks import Ranks
 
 if TYPE_CHECKING:
     from beamq.calib.run import LayerDone, RoundingRequest
 
 
-class OnePass:
-    """A `InputScaleProvider` and its own `Feed`.
+class OnePass(InputScaleProvider):
+    """Input scales that are found during the run.
 
-    Made once options are checked: it loads the data and looks for the device. `statistics` is a
-    file to save them in as well.
+    Made once options are checked: it loads the data and looks for the device.
+    `statistics` is a file to save the statistics in as well.
     """
 
     key = "calibration"
@@ -90,40 +84,17 @@ class OnePass:
             waiting_nbytes=_waiting_nbytes(plan, options.dtype),
             taken_nbytes=factory.device_nbytes,
         )
+        digest = run_digest(self._setup.fingerprint, options.experts, [self._setup.data_record()])
+        super().__init__(digest, known=None)
+        self.state_nbytes = self._setup.state_nbytes
         self._plan = plan
         self._factory = factory
         self._output = output
         self._state_folder = output / STATE_DIR / CALIBRATION
         self._statistics = statistics
         self._on_layer = events.on_layer
-        self._known: KnownScales | None = None
-        self.state_nbytes = self._setup.state_nbytes
-        self.calibrated: tuple[int, int] | None = None
-        self.stats: CalibrationStats | None = None
-        self.digest = run_digest(
-            self._setup.fingerprint, options.experts, [self._setup.data_record()]
-        )
         if ranks.first:
             events.on_start(self._setup)
-
-    @property
-    def feed(self) -> Feed:
-        """This."""
-        return self
-
-    @property
-    def record(self) -> Mapping[str, Any]:
-        """What the manifest says of the scales."""
-        return self._after_the_pass().record
-
-    @property
-    def files(self) -> Mapping[str, str]:
-        """Texts to keep beside the weights."""
-        return self._after_the_pass().files
-
-    def of(self, module: str) -> float:
-        """The scale of one linear. Raises `CalibrationError` for one that was not looked at."""
-        return self._after_the_pass().of(module)
 
     def check_resumed(self) -> None:
         """See `InputScaleProvider`."""
@@ -131,69 +102,43 @@ class OnePass:
 
         RunState(self._state_folder, self._setup.identity()).check_options()
 
-    def _after_the_pass(self) -> KnownScales:
-        if self._known is None:
-            raise RuntimeError("input scales were asked for before the calibration was run")
-        return self._known
-
-    def run(
-        self,
-        jobs: Sequence[Job],
-        shards: OpenShards,
-        *,
-        advance: Callable[[int], None],
-        stop: threading.Event,
+    def convert_early(
+        self, jobs: Sequence[Job], shards: OpenShards, context: JobContext
     ) -> Set[int]:
-        """See `Feed`."""
-
+        """See `InputScaleProvider`."""
         ranks = self._setup.ranks
         experts: ExpertWriter | None = None
-        converter: StreamingConverter | None = None
+        streaming: StreamingConverter | None = None
         with ranks.talking():
             if self._method is not None:
                 experts = ExpertWriter(
-                    self._plan, jobs, shards, output=self._output, ranks=ranks, advance=advance
+                    self._plan,
+                    jobs,
+                    shards,
+                    output=self._output,
+                    ranks=ranks,
+                    advance=context.advance,
                 )
             if ranks.world == 1 or experts is not None:
-                converter = StreamingConverter(
-                    [job for job in jobs if experts is None or not is_visited(job)],
-                    shards,
-                    self._factory,
-                    scales=self._plan.scales,
-                    advance=advance,
-                    stopped=stop.is_set,
-                )
-            stats = self._pass(converter, experts, stop)
-        self._known, self.stats = from_statistics(self._plan, stats), stats
+                streamed = [job for job in jobs if experts is None or not is_rounded(job)]
+                streaming = StreamingConverter(streamed, shards, self._factory, context)
+            self.stats = self._calibrate(streaming, experts, context.stopped)
+        self._known = from_statistics(self._plan, self.stats)
         self.calibrated = self._plan.config.num_layers, self._plan.config.num_layers
-        done = frozenset() if converter is None else frozenset(converter.done)
-        return done if experts is None else done | experts.done
+        return {index for each in (streaming, experts) if each for index in each.done}
 
-    def _visit(self, experts: ExpertWriter | None, stop: threading.Event) -> RoundingRequest | None:
-        """Experts to round by their inputs, if there are any left."""
-        if experts is None or not experts.wanted:
-            return None
-        from beamq.calib.run import RoundingRequest
-
-        return RoundingRequest(
-            wanted=experts.wanted,
-            method=str(self._method),
-            write=experts.put,
-            stopped=stop.is_set,
-        )
-
-    def _pass(
+    def _calibrate(
         self,
-        converter: StreamingConverter | None,
+        streaming: StreamingConverter | None,
         experts: ExpertWriter | None,
-        stop: threading.Event,
+        stopped: Callable[[], bool],
     ) -> CalibrationStats:
         from beamq.calib.run import CalibrationPass
         from beamq.calib.state import RunState
 
-        setup, ranks = self._setup, self._setup.ranks
-        state = RunState(self._state_folder, setup.identity())
-        converters = [each for each in (converter, experts) if each is not None]
+        ranks = self._setup.ranks
+        state = RunState(self._state_folder, self._setup.identity())
+        converters = [each for each in (streaming, experts) if each is not None]
 
         def after(done: LayerDone) -> None:
             self.calibrated = done.layer + 1, done.layers
@@ -206,15 +151,15 @@ class OnePass:
 
         if ranks.first:
             state.begin(resume=True)
-        ranks.gather(None)  # nobody looks for a state before it is there
+        ranks.gather(None)  # no rank looks for a state before it is there
         stats = CalibrationPass(
-            setup,
+            self._setup,
             state,
-            tap=None if converter is None else converter.tap,
+            tap=None if streaming is None else streaming.tap,
             after=after,
-            rounding=self._visit(experts, stop),
-            passed=None if converter is None else converter.passed,
-            stopped=stop.is_set,
+            rounding=self._rounding(experts, stopped),
+            passed=None if streaming is None else streaming.passed,
+            stopped=stopped,
         ).run()
         if ranks.first:
             state.save_final(stats)
@@ -222,18 +167,27 @@ class OnePass:
                 save_stats(stats, self._statistics)
         return stats
 
+    def _rounding(
+        self, experts: ExpertWriter | None, stopped: Callable[[], bool]
+    ) -> RoundingRequest | None:
+        """The experts to round by their inputs, if there are any left."""
+        if experts is None or not experts.wanted:
+            return None
+        from beamq.calib.run import RoundingRequest
+
+        return RoundingRequest(
+            wanted=experts.wanted, method=str(self._method), write=experts.put, stopped=stopped
+        )
+
 
 def _waiting_nbytes(plan: Plan, dtype: str) -> int:
-    """Upper bound of what `StreamingConverter` adds in buffers that wait for a partner's.
+    """Upper bound of the buffers that `StreamingConverter` adds: members waiting for partners.
 
-    Those are of members that are cast on loading; all others lie in the loader's own. Partners are
-    neighbours in the loader's list, of which it deals out `TAP_PLACES` stretches: of experts one
-    group waits for each stretch and each reader, of all else one of each kind in a layer.
+    Only members that are cast on loading have buffers of their own. Partners are neighbours in the
+    loader's list, which is dealt out in `TAP_PLACES` stretches: of the experts, one group waits for
+    each stretch and each reader; of all else, one of each kind in a layer.
     """
-    from beamq.model.loader import (
-        TAP_PLACES,  # torch, only where a model runs
-        reader_count,
-    )
+    from beamq.model.loader import TAP_PLACES, reader_count  # torch, only where a model runs
 
     as_stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
     experts = 0
@@ -267,154 +221,136 @@ def _check_exact(plan: Plan, options: CalibrationOptions) -> None:
         )
 
 
-# Convert what a forward pass reads: jobs run on the bytes that its loader has just fetched.
-#
-# In: every tensor the loader reads, as stored (`tap`), and a layer's input scales once its
-# statistics are complete (`finish_layer`). Out: the same bytes in the same shards as the crew's.
-#
-# The one idea: the codes of a weight do not depend on calibration, only `input_scale` does. So a
-# job runs in the reader thread that brings its last member, on the core whose cache holds it (or
-# on the GPU, straight from the page-locked buffers that the pass itself uploads from), and ends
-# when its four-byte scales are written a layer later. Reading and converting layer L + 1 overlap
-# the forward pass of layer L, and no byte is read twice. Progress follows the pass, which takes
-# the time: bytes of a layer count as its batches pass it (`passed`).
-#
-# Members that arrive before their partners (gate before up; q, k, v before the attention gate)
-# stay where the loader has put them: partners are of one unit of loading, whose buffers live
-# until all of it is read. Only what is cast on loading has a buffer of its own, which lives that
-# much longer.
-
-
 class StreamingConverter:
-    """Converts `jobs` as their bytes come by. `done` has the `id` of each finished job."""
+    """Converts `jobs` as their bytes come by, in the threads that read them for the forward pass.
+
+    In: every tensor that the loader reads, as stored (`tap`), and a layer's input scales once its
+    statistics are complete (`finish_layer`). A job runs in the thread that brings its last member,
+    on the core whose cache holds it (or on the GPU, straight from the page-locked buffers that the
+    pass itself uploads from). It ends when its four-byte scales are written, a layer later. So
+    reading and converting layer L + 1 overlap the forward pass of layer L. Progress follows the
+    pass, which takes the time: bytes of a layer count as its batches pass it (`passed`).
+
+    `done` has the `Job.index` of each finished job.
+    """
 
     def __init__(
         self,
         jobs: Sequence[Job],
         shards: OpenShards,
         factory: WorkerFactory,
-        *,
-        scales: str,
-        advance: Callable[[int], None],
-        stopped: Callable[[], bool],
+        context: JobContext,
     ) -> None:
         self.done: set[int] = set()
-        self._jobs = jobs
+        self._jobs = {job.index: job for job in jobs}
         self._shards = shards
-        self._new_worker = factory.worker
-        self._scales = scales
-        self._advance = advance
-        self._stopped = stopped
+        self._factory = factory
+        self._advance = context.advance
+        # Input scales come a layer later, and progress as the layer is passed.
+        self._context = replace(context, input_scale=None, advance=lambda nbytes: None)
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._thread = threading.local()
+        # Members wait here for their partners (gate for up; q, k, v for the attention gate), in
+        # the loader's buffers: partners are loaded together, so their buffers live until all of
+        # them are read. Only what is cast on loading has a buffer of its own.
         self._held: dict[int, dict[int, memoryview]] = {}
-        self._late: dict[int, list[tuple[Job, JobResult]]] = {}
+        self._unscaled: dict[int, list[tuple[Job, JobResult]]] = {}  # by layer
         self._converted: dict[int, int] = {}  # source bytes by layer
-        self._told: dict[int, int] = {}
+        self._reported: dict[int, int] = {}
         # By tensor: the byte ranges of it that are members, as (begin, end, job, member).
         self._places: dict[str, list[tuple[int, int, int, int]]] = {}
-        for index, job in enumerate(jobs):
+        for job in jobs:
             for number, member in enumerate(job.members):
                 source = member.source
-                place = (source.start, source.start + source.nbytes, index, number)
+                place = (source.start, source.start + source.nbytes, job.index, number)
                 self._places.setdefault(source.spec.name, []).append(place)
 
     def tap(self, spec: TensorSpec, first: int, tensor: torch.Tensor) -> None:
-        """See `model.fill.Tap`. Raises what converting raises (`TensorError`, `DiskError`, ...)."""
+        """See `model.loader.Tap`. Raises what converting raises (`TensorError`, `DiskError`)."""
         places = self._places.get(spec.name)
         if not places:
             return
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
-        data = memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+        data = _bytes(tensor)
         base = first * (spec.nbytes // spec.shape[0]) if spec.shape else 0
         arrived: dict[int, dict[int, memoryview]] = {}
         for begin, end, index, number in places:
             if base <= begin and end <= base + data.nbytes:
                 arrived.setdefault(index, {})[number] = data[begin - base : end - base]
         for index, views in arrived.items():
-            self._arrive(index, views)
+            self._arrive(self._jobs[index], views)
 
     def finish_layer(self, layer: int, input_scale: Callable[[str], float]) -> None:
-        """Write what the layer's jobs lack; they are then finished."""
-        for job, result in self._late.pop(layer, ()):
-            writer = self._shards.writer(job.shard)
+        """Write the input scales of the layer's jobs; they are then finished."""
+        for job, result in self._unscaled.pop(layer, ()):
+            out = JobWriter(self._shards.writer(job.shard), result)
             for member in job.members:
-                write_input_scale(member, input_scale, writer, result)
+                out.write_input_scale(member, input_scale)
             self._finish(job, result)
         self.passed(layer, 1.0)
 
     def passed(self, layer: int, share: float) -> None:
         """That share (0 to 1) of the batches has passed the layer: count as much of its bytes."""
         with self._lock:
-            due = int(share * self._converted.get(layer, 0)) - self._told.get(layer, 0)
+            due = int(share * self._converted.get(layer, 0)) - self._reported.get(layer, 0)
             if due > 0:
-                self._told[layer] = self._told.get(layer, 0) + due
+                self._reported[layer] = self._reported.get(layer, 0) + due
         if due > 0:
             self._advance(due)
 
-    def _arrive(self, index: int, views: dict[int, memoryview]) -> None:
-        job = self._jobs[index]
+    def _arrive(self, job: Job, views: dict[int, memoryview]) -> None:
         with self._lock:
-            held = self._held.setdefault(index, {})
+            held = self._held.setdefault(job.index, {})
             held.update(views)
             if len(held) < len(job.members):
                 return
-            del self._held[index]
-        self._run(job, [held[number] for number in range(len(job.members))])
-
-    def _run(self, job: Job, views: Sequence[memoryview]) -> None:
-        result = self._worker().run(job, self._shards.writer(job.shard), views)
+            del self._held[job.index]
+        views_in_order = [held[number] for number in range(len(job.members))]
+        result = self._worker().run(job, self._shards.writer(job.shard), views_in_order)
         layer = job.members[0].role.layer
         if layer is None:
             self._advance(job.source_nbytes)
         else:
             with self._lock:
                 self._converted[layer] = self._converted.get(layer, 0) + job.source_nbytes
-        if job.kind == "nvfp4" and layer is not None:
+        if job.kind is JobKind.NVFP4 and layer is not None:
             with self._lock:
-                self._late.setdefault(layer, []).append((job, result))
+                self._unscaled.setdefault(layer, []).append((job, result))
         else:
             self._finish(job, result)
 
     def _finish(self, job: Job, result: JobResult) -> None:
         self._shards.add(job, result)
         with self._lock:
-            self.done.add(id(job))
+            self.done.add(job.index)
 
     def _worker(self) -> Worker:
-        """This thread's own."""
-        worker: Worker | None = getattr(self._own, "worker", None)
+        """The worker of the calling thread."""
+        worker: Worker | None = getattr(self._thread, "worker", None)
         if worker is None:
-            worker = self._own.worker = self._new_worker(
-                scales=self._scales,
-                input_scale=None,
-                stopped=self._stopped,
-                advance=lambda nbytes: None,  # told as the layer is passed
-            )
+            worker = self._thread.worker = self._factory.worker(self._context)
         return worker
 
-
-# Experts that a forward pass rounds, written by the process that has them.
-#
-# In: scale groups as `calib.expert_rounding` makes them (`put`), and a layer's input scales
-# (`finish_layer`). Out: their bytes in the shards, and results for the shards' owners.
-#
-# The one idea: every byte has its place before the run, so a process may write into a shard that
-# is not its own. Shards belong to ranks and experts do too, but not alike; so the owners create
-# their shards first, and then each rank writes what it has rounded where it belongs, whoever's
-# file it is. At the layer's end it makes that durable and tells the owners the checksums; who
-# owns a shard still records and names it, when all of it is in.
-#
-# With one process all shards are its own, and nothing is exchanged. Limits: all processes see one
-# output folder, as they must anyway.
 
 Key = tuple[int, Group]
 """A layer, and a scale group of its experts."""
 
 
 class ExpertWriter:
-    """`wanted` has, by layer, the groups still to be rounded, at every rank the same. `done` has
-    the `id` of each finished job of this rank's shards."""
+    """Writes the experts that a forward pass rounds, from the process that rounded them.
+
+    In: scale groups as `calib.expert_rounding` makes them (`put`), and a layer's input scales
+    (`finish_layer`). Out: their bytes in the shards, and results for the owners of the shards.
+
+    The one idea: every byte has its place before the run, so a process may write into a shard that
+    is not its own. Both shards and experts belong to ranks, but by different rules. So the owners
+    create their shards first, and each rank then writes the experts it has rounded into whichever
+    shards they belong to. At the layer's end it makes these bytes durable and sends the owners the
+    checksums; the owner of a shard records and renames it when all of it is in. With one process
+    nothing is exchanged. Limit: all processes see one output folder, as they must anyway.
+
+    `wanted` has, by layer, the groups still to be rounded, the same at every rank. `done` has the
+    `Job.index` of each finished job of this rank's shards.
+    """
 
     def __init__(
         self,
@@ -436,22 +372,23 @@ class ExpertWriter:
         self._advance = advance
         self._lock = threading.Lock()
         self._foreign: dict[int, ShardWriter] = {}
-        self._late: dict[int, list[tuple[Key, JobResult]]] = {}
-        self._own = {job.shard for job in jobs if is_visited(job)}
+        self._unscaled: dict[int, list[tuple[Key, JobResult]]] = {}  # by layer
+        self._own = {job.shard for job in jobs if is_rounded(job)}
         if ranks.world > 1:
             for shard in sorted(self._own):
                 shards.writer(shard)  # there before another rank opens it
         unfinished = set().union(*ranks.gather(self._own))
         self._jobs = {
-            _key(job): job for job in work.jobs if is_visited(job) and job.shard in unfinished
+            _key(job): job for job in work.jobs if is_rounded(job) and job.shard in unfinished
         }
         for layer, group in self._jobs:
             self.wanted.setdefault(layer, set()).add(group)
 
     def put(self, layer: int, group: Group, rounded: RoundedGroup) -> None:
-        """Write a scale group; its input scales are still to come. Any thread may call."""
+        """Write a scale group, all but its input scales. Any thread may call."""
         job = self._jobs[layer, group]
-        writer, result = self._writer(job.shard), JobResult()
+        out = JobWriter(self._writer(job.shard))
+        result = out.result
         result.zero_blocks, result.underflow_blocks = rounded.zero_blocks, rounded.underflow_blocks
         if rounded.amax == 0.0:
             result.zero_groups.append(job.group)
@@ -459,36 +396,38 @@ class ExpertWriter:
         for member in job.members:
             rows = slice(first, first + member.source.shape[0])
             first = rows.stop
-            contents = (_bytes(rounded.codes[rows]), _bytes(rounded.block_scale[rows]))
-            scale = f32_bytes(rounded.global_scale)
-            for tensor, content in zip(member.outputs[:3], (*contents, scale), strict=True):
-                write_whole(writer, tensor, content, result)
+            outputs = Nvfp4Outputs(*member.outputs)
+            out.write(outputs.codes, _bytes(rounded.codes[rows]))
+            out.write(outputs.block_scale, _bytes(rounded.block_scale[rows]))
+            out.write(outputs.global_scale, f32_bytes(rounded.global_scale))
         if job.shard in self._own:
             self._advance(job.source_nbytes)
         with self._lock:
-            self._late.setdefault(layer, []).append(((layer, group), result))
+            self._unscaled.setdefault(layer, []).append(((layer, group), result))
 
     def finish_layer(self, layer: int, input_scale: Callable[[str], float]) -> None:
-        """Write what the layer's groups lack; then they are finished, whoever rounded them.
+        """Write the input scales of the layer's groups; they are then finished, on every rank.
 
         All ranks call this for the same layers.
         """
         if layer not in self.wanted:
             return
-        late = self._late.pop(layer, [])
-        for key, result in late:
+        written = self._unscaled.pop(layer, [])
+        for key, result in written:
             job = self._jobs[key]
+            out = JobWriter(self._writer(job.shard), result)
             for member in job.members:
-                write_input_scale(member, input_scale, self._writer(job.shard), result)
+                out.write_input_scale(member, input_scale)
+        # Durable before the owners hear of it: they may record and rename the shard at once.
         for writer in self._foreign.values():
             writer.sync()
         self._foreign.clear()
-        for rank, found in enumerate(self._ranks.gather(late)):
+        for rank, found in enumerate(self._ranks.gather(written)):
             for key, result in found:
                 job = self._jobs[key]
                 if job.shard in self._own:
                     self._shards.add(job, result)
-                    self.done.add(id(job))
+                    self.done.add(job.index)
                     self._advance(job.source_nbytes if rank != self._ranks.rank else 0)
 
     def _writer(self, shard: int) -> ShardWriter:
@@ -502,9 +441,9 @@ class ExpertWriter:
             return self._foreign[shard]
 
 
-def is_visited(job: Job) -> bool:
-    """Whether a job is left for the visitor, where there is one: experts in NVFP4."""
-    return job.kind == "nvfp4" and job.members[0].role.role is Role.EXPERT
+def is_rounded(job: Job) -> bool:
+    """Whether the pass rounds a job, where the recipe rounds experts: experts in NVFP4."""
+    return job.kind is JobKind.NVFP4 and job.members[0].role.role is Role.EXPERT
 
 
 def _key(job: Job) -> Key:
@@ -515,4 +454,6 @@ def _key(job: Job) -> Key:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().view(-1).numpy())  # type: ignore[arg-type]
+    """A contiguous tensor's bytes as stored."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers

@@ -1,12 +1,13 @@
-"""Output shards under way, shared by all who fill them, and the thread that makes them durable.
+"""Output shards in progress: where converted bytes go, and the thread that makes shards durable.
 
-In: results of jobs, from any thread in any order. When a shard's last job is in, the finisher
-thread flushes it, records it in the journal and gives it its name, while the others go on. Any
-number of shards may be under way; only the few that were used last keep their files open.
+In: the outputs of jobs, from any thread in any order (`JobWriter`). Out: finished shards. When the
+last job of a shard is added to `OpenShards`, its finisher thread flushes the shard, records it in
+the journal and renames it, while the other threads continue. Any number of shards may be in
+progress; only the most recently used ones keep their files open.
 
-The first failure, whoever's it is, sets `stop`; `run` in a thread through `guard` to have it
-remembered. Leaving the `with` block waits for the finisher, closes what is unfinished (it keeps
-its temporary name) and raises the first failure.
+The first failure in any thread sets `stop`; a thread that runs through `guard` has its failure
+remembered. Leaving the `with` block waits for the finisher, closes the unfinished shards (they
+keep their temporary names) and raises the first failure.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from beamq.errors import Interrupted
 from beamq.io.journal import Journal, ShardRecord
 from beamq.io.manifest import Checksum, new_checksum
 from beamq.io.shard_writer import OutputTensor, ShardWriter
-from beamq.plan.plan import Job, Member, Work
-
-# Where a job's bytes go, and what is told of it: sinks into a shard, checksums, counts.
+from beamq.plan.plan import Job, Member, Nvfp4Outputs, Work
 
 
 @dataclass(slots=True, kw_only=True)
 class JobResult:
-    """Checksums by tensor name, and counts worth telling."""
+    """The checksums of a job's output tensors by name, and what its kernels counted."""
 
     tensors: dict[str, str] = field(default_factory=dict)
     underflow_blocks: int = 0
@@ -40,58 +39,63 @@ class JobResult:
 
 
 class TensorSink:
-    """Writes one output tensor from front to back, with its checksum."""
+    """Writes one output tensor from front to back and adds its checksum to `result`."""
 
-    def __init__(self, writer: ShardWriter, tensor: OutputTensor) -> None:
-        self._writer = writer
+    def __init__(self, shard: ShardWriter, tensor: OutputTensor, result: JobResult) -> None:
+        self._shard = shard
         self._tensor = tensor
+        self._result = result
         self._position = 0
         self._checksum: Checksum = new_checksum()
 
     def append(self, data: memoryview) -> None:
-        self._writer.write(self._tensor.offset + self._position, data)
+        self._shard.write(self._tensor.offset + self._position, data)
         self._checksum.update(data)
         self._position += data.nbytes
 
-    def finish(self, result: JobResult) -> None:
+    def finish(self) -> None:
         if self._position != self._tensor.nbytes:
             raise RuntimeError(f"{self._tensor.name}: wrote {self._position} bytes")
-        result.tensors[self._tensor.name] = self._checksum.hexdigest()
+        self._result.tensors[self._tensor.name] = self._checksum.hexdigest()
 
 
-def write_input_scale(
-    member: Member, input_scale: Callable[[str], float], writer: ShardWriter, result: JobResult
-) -> None:
-    """The last tensor of an NVFP4 linear."""
-    content = f32_bytes(input_scale(member.role.module))
-    write_whole(writer, member.outputs[-1], content, result)
+class JobWriter:
+    """Writes the outputs of one job into its shard. `result` is complete when all are written."""
 
+    def __init__(self, shard: ShardWriter, result: JobResult | None = None) -> None:
+        self.result = JobResult() if result is None else result
+        self._shard = shard
 
-def write_whole(
-    writer: ShardWriter, tensor: OutputTensor, content: memoryview, result: JobResult
-) -> None:
-    sink = TensorSink(writer, tensor)
-    sink.append(content)
-    sink.finish(result)
+    def sink(self, tensor: OutputTensor) -> TensorSink:
+        """For a tensor that is written in pieces."""
+        return TensorSink(self._shard, tensor, self.result)
 
+    def write(self, tensor: OutputTensor, content: memoryview) -> None:
+        """Write a whole tensor."""
+        sink = self.sink(tensor)
+        sink.append(content)
+        sink.finish()
 
-def write_together(
-    writer: ShardWriter, contents: Iterable[tuple[OutputTensor, memoryview]], result: JobResult
-) -> None:
-    """Write small tensors, neighbours in the file at once."""
-    runs: list[tuple[int, bytearray]] = []
-    for tensor, content in sorted(contents, key=lambda pair: pair[0].offset):
-        if content.nbytes != tensor.nbytes:
-            raise RuntimeError(f"{tensor.name}: {content.nbytes} bytes")
-        checksum = new_checksum()
-        checksum.update(content)
-        result.tensors[tensor.name] = checksum.hexdigest()
-        if runs and runs[-1][0] + len(runs[-1][1]) == tensor.offset:
-            runs[-1][1].extend(content)
-        else:
-            runs.append((tensor.offset, bytearray(content)))
-    for offset, run in runs:
-        writer.write(offset, memoryview(run))
+    def write_input_scale(self, member: Member, input_scale: Callable[[str], float]) -> None:
+        """Write the FP32 input scale of an NVFP4 linear."""
+        scale = input_scale(member.role.module)
+        self.write(Nvfp4Outputs(*member.outputs).input_scale, f32_bytes(scale))
+
+    def write_together(self, contents: Iterable[tuple[OutputTensor, memoryview]]) -> None:
+        """Write small tensors, with one call for those that are neighbours in the file."""
+        runs: list[tuple[int, bytearray]] = []
+        for tensor, content in sorted(contents, key=lambda pair: pair[0].offset):
+            if content.nbytes != tensor.nbytes:
+                raise RuntimeError(f"{tensor.name}: {content.nbytes} bytes")
+            checksum = new_checksum()
+            checksum.update(content)
+            self.result.tensors[tensor.name] = checksum.hexdigest()
+            if runs and runs[-1][0] + len(runs[-1][1]) == tensor.offset:
+                runs[-1][1].extend(content)
+            else:
+                runs.append((tensor.offset, bytearray(content)))
+        for offset, run in runs:
+            self._shard.write(offset, memoryview(run))
 
 
 def f32_bytes(value: float) -> memoryview:
@@ -116,10 +120,10 @@ class OpenShards:
         self._output = output
         self._journal = journal
         self._stop = stop
-        self._left = Counter(job.shard for job in jobs)
+        self._jobs_left = Counter(job.shard for job in jobs)
         self._lock = threading.Lock()
         self._open: dict[int, ShardWriter] = {}
-        self._awake: OrderedDict[int, None] = OrderedDict()
+        self._recent: OrderedDict[int, None] = OrderedDict()
         self._results: dict[int, list[JobResult]] = {}
         self._finished: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
@@ -135,12 +139,12 @@ class OpenShards:
         for writer in self._open.values():
             writer.rest()
         ours = self._failure
-        # An interruption elsewhere is the echo of a failure here, whose message says more.
+        # A failure here interrupts the other threads; its message says more than `Interrupted`.
         if ours is not None and (error is None or isinstance(error, Interrupted)):
             raise ours from None
 
     def guard(self, body: Callable[[], None]) -> None:
-        """Run `body`; remember its failure, and stop everything."""
+        """Run `body` in the calling thread; remember its failure and set `stop`."""
         try:
             body()
         except BaseException as failure:  # carried to the main thread, which raises it
@@ -150,26 +154,26 @@ class OpenShards:
             self._stop.set()
 
     def writer(self, shard: int) -> ShardWriter:
-        """The writer of a shard, created when first asked for."""
+        """The writer of a shard, created by the first call."""
         with self._lock:
             writer = self._open.get(shard)
             if writer is None:
                 writer = ShardWriter(self._output, self._work.shards[shard])
                 self._open[shard] = writer
-            self._awake[shard] = None
-            self._awake.move_to_end(shard)
-            while len(self._awake) > MAX_OPEN_SHARDS:
-                oldest, _ = self._awake.popitem(last=False)
+            self._recent[shard] = None
+            self._recent.move_to_end(shard)
+            while len(self._recent) > MAX_OPEN_SHARDS:
+                oldest, _ = self._recent.popitem(last=False)
                 if oldest in self._open:
                     self._open[oldest].rest()
             return writer
 
     def add(self, job: Job, result: JobResult) -> None:
-        """A job's bytes are written."""
+        """All bytes of a job are written; the last job of a shard hands it to the finisher."""
         with self._lock:
             self._results.setdefault(job.shard, []).append(result)
-            self._left[job.shard] -= 1
-            done = self._left[job.shard] == 0
+            self._jobs_left[job.shard] -= 1
+            done = self._jobs_left[job.shard] == 0
         if done:
             self._finished.put(job.shard)
 

@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING, Any, Unpack
 from beamq.calib.options import CalibrationOptions
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import WorkerFactory
-from beamq.convert.device_choice import choose_conversion_device, open_workers, worker_sentence
 from beamq.convert.finalise import finalise
 from beamq.convert.input_scales import InputScaleProvider, check_options, given_input_scales
-from beamq.convert.limits import check_memory, default_workers
 from beamq.convert.options import ConvertEvents, ConvertOptions, QuantizeKeywords
-from beamq.convert.run import Runner, RunOptions, open_run
+from beamq.convert.resources import (
+    check_memory,
+    choose_conversion_device,
+    default_workers,
+    open_workers,
+    worker_sentence,
+)
+from beamq.convert.run import Conversion, RunOptions, open_run
 from beamq.devices import check_device_name
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
@@ -96,7 +101,7 @@ class _Conversion:
     def run(
         self, factory: WorkerFactory, scales: InputScaleProvider
     ) -> tuple[Manifest | None, int]:
-        """Convert, write and finalise. Returns as `Runner.run`."""
+        """Convert, write and finalise. Returns as `Conversion.run`."""
         options = self.options
 
         def finish(records: Mapping[str, ShardRecord]) -> Manifest:
@@ -105,12 +110,12 @@ class _Conversion:
                 source=self.checkpoint,
                 output=self.output,
                 records=records,
-                input_scales=scales.record,
-                files=scales.files,
+                input_scales=scales.known.record,
+                files=scales.known.files,
                 base_model=options.base_model,
             )
 
-        return Runner(
+        return Conversion(
             checkpoint=self.checkpoint,
             work=self.plan,
             output=self.output,
@@ -137,7 +142,7 @@ def quantize(
 
     `source` is a folder or `org/name[@revision]` on the Hub, whose shards are fetched as they are
     needed, at most `cache_bytes` of them on disk at a time; `output` is a folder. `device` converts
-    and calibrates: "cpu", "cuda", "cuda:N", or "auto" (see `convert.device_choice`); the bytes are
+    and calibrates: "cpu", "cuda", "cuda:N", or "auto" (see `convert.resources`); the bytes are
     the same. See `ConvertOptions` and `ConvertEvents` for the keywords.
 
     Raises `BeamqError`s: `InputError` kinds before any work where headers can tell,

@@ -15,7 +15,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
@@ -172,7 +174,7 @@ DraftMember = tuple[TensorRole, SourceRange, Outputs]
 class Draft:
     """A job whose outputs have no places yet."""
 
-    kind: str
+    kind: JobKind
     group: str
     members: list[DraftMember]
 
@@ -234,9 +236,39 @@ PLAN_FORMAT = 1  # raised whenever the same input would give other bytes
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
+class JobKind(StrEnum):
+    """How the linears of a job are converted, or that its tensor is copied."""
+
+    COPY = "copy"
+    NVFP4 = "nvfp4"
+    FP8 = "fp8"
+    DECODE_NVFP4 = "decode-nvfp4"
+    DECODE_FP8 = "decode-fp8"
+
+
+class Nvfp4Outputs(NamedTuple):
+    """The outputs of a linear in NVFP4: `Nvfp4Outputs(*member.outputs)`."""
+
+    codes: OutputTensor
+    block_scale: OutputTensor
+    global_scale: OutputTensor
+    input_scale: OutputTensor
+
+
+class Fp8Outputs(NamedTuple):
+    """The outputs of a linear in FP8: `Fp8Outputs(*member.outputs)`."""
+
+    codes: OutputTensor
+    row_scale: OutputTensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One source tensor of a job, [n, k] for a linear, and what it becomes."""
+    """One source tensor of a job, [n, k] for a linear, and what it becomes.
+
+    `outputs` is one tensor where the source is copied or decoded, else `Nvfp4Outputs` or
+    `Fp8Outputs`, after the job's kind.
+    """
 
     role: TensorRole
     source: SourceRange
@@ -245,9 +277,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The unit of work: linears sharing a scale (`nvfp4`, `fp8`), or one tensor to `copy`."""
+    """The unit of work: linears that share a scale, or one tensor to copy or decode.
 
-    kind: str
+    `index` is its place in `Work.jobs`, `shard` that of its output in `Work.shards`.
+    """
+
+    index: int
+    kind: JobKind
     group: str
     shard: int
     members: tuple[Member, ...]
@@ -295,7 +331,7 @@ class Work:
     @property
     def largest_group_nbytes(self) -> int:
         """Source bytes of the largest set of linears that share an NVFP4 scale."""
-        return max((job.source_nbytes for job in self.jobs if job.kind == "nvfp4"), default=0)
+        return max((job.source_nbytes for job in self.jobs if job.kind is JobKind.NVFP4), default=0)
 
     def digest(self) -> str:
         """SHA-256 over every decision: recipe, sources, jobs and shard headers."""
@@ -392,7 +428,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         quantized_parameters=sum(
             member.source.shape[0] * member.source.shape[1]
             for job in jobs
-            if job.kind != "copy"
+            if job.kind is not JobKind.COPY
             for member in job.members
         ),
         source_nbytes=sum(spec.nbytes for spec in checkpoint.tensors.values()),
@@ -412,7 +448,7 @@ def _draft_jobs(
         fmt = recipe.rules[role.role]
         # FP8 rows share nothing, so each linear is a job of its own.
         group = role.module if fmt == "fp8" else fused_group(role)
-        draft = groups.setdefault(group, Draft(kind=fmt, group=group, members=[]))
+        draft = groups.setdefault(group, Draft(kind=JobKind(fmt), group=group, members=[]))
         outputs = layout.quantized_tensors(role.module, fmt, n, k)
         draft.members.append((role, source, outputs))
         if fmt == "fp8" or len(draft.members) == _group_size(group):
@@ -423,7 +459,7 @@ def _draft_jobs(
         whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
         role = classify(spec.name)
         yield Draft(
-            kind="copy",
+            kind=JobKind.COPY,
             group=spec.name,
             members=[(role, whole, ((spec.name, spec.dtype, spec.shape),))],
         )
@@ -436,7 +472,9 @@ def _group_size(group: str) -> int:
 def _copy_job(role: TensorRole, source: SourceRange) -> Draft:
     dtype = "F32" if role.role in FP32_ROLES else "BF16"
     return Draft(
-        kind="copy", group=role.name, members=[(role, source, ((role.name, dtype, source.shape),))]
+        kind=JobKind.COPY,
+        group=role.name,
+        members=[(role, source, ((role.name, dtype, source.shape),))],
     )
 
 
@@ -446,16 +484,17 @@ def place(drafts: Iterable[Draft], limit: int) -> tuple[tuple[Job, ...], tuple[S
     jobs: list[Job] = []
     for index, (inside, shard) in enumerate(filled):
         placed = {tensor.name: tensor for tensor in shard.tensors}
-        jobs += [_finish_job(draft, index, placed) for draft in inside]
+        for draft in inside:
+            jobs.append(_finish_job(draft, len(jobs), index, placed))
     return tuple(jobs), tuple(shard for _, shard in filled)
 
 
-def _finish_job(draft: Draft, shard: int, placed: dict[str, OutputTensor]) -> Job:
+def _finish_job(draft: Draft, index: int, shard: int, placed: dict[str, OutputTensor]) -> Job:
     members = tuple(
         Member(role=role, source=source, outputs=tuple(placed[name] for name, _, _ in outs))
         for role, source, outs in draft.members
     )
-    return Job(kind=draft.kind, group=draft.group, shard=shard, members=members)
+    return Job(index=index, kind=draft.kind, group=draft.group, shard=shard, members=members)
 
 
 def _parameters_by_role(sources: SourceMap) -> dict[str, int]:

@@ -226,8 +226,9 @@ def test_weights_that_are_not_finite_are_named(nano_copy: Path, tmp_path: Path) 
 @pytest.mark.parametrize("option", ["calibration", "no_calibration"])
 def test_it_calibrates_on_the_way_and_only_so(beam_nano: Path, tmp_path: Path, option: str) -> None:
     given: dict[str, Any] = {option: tmp_path / "s" if option == "calibration" else True}
-    says = f"rounds experts by activations.*--{option.replace('_', '-')} does not bring; leave it"
-    with pytest.raises(UsageError, match=rf"{says} out: this recipe calibrates on the way"):
+    says = f"rounds experts by activations.*--{option.replace('_', '-')} does not have; leave it"
+    more = "out: this recipe calibrates during the conversion"
+    with pytest.raises(UsageError, match=f"{says} {more}"):
         quantize(beam_nano, tmp_path / "out", recipe="nvfp4-gptq", **given)
 
 

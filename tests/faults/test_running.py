@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from beamq.convert.limits import predicted_host_nbytes
 from beamq.convert.quantize import quantize
+from beamq.convert.resources import predicted_host_nbytes
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError
 from beamq.io.journal import LOCK_NAME, OutputLock, refuse_busy

@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from beamq.convert.buffer_pool import BufferPool
-from beamq.convert.cpu_worker import CpuWorkerFactory
-from beamq.convert.gpu_queue import Memory, Place
+from beamq.convert.cpu_worker import BufferPool, CpuWorkerFactory, JobContext
+from beamq.convert.gpu_queue import DeviceLayout, Memory
 from beamq.convert.gpu_worker import GpuWorker
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import Checkpoint
@@ -54,12 +53,12 @@ class HostQueue:
     def download(self, to: int, source: Memory) -> None:
         self._queue(lambda: ctypes.memmove(to, source.address, source.nbytes))
 
-    def nvfp4(self, place: Place, dtype: str, n: int, k: int, rule: str) -> None:
-        arrays = [array_of(memory) for memory in place]
+    def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
+        arrays = [array_of(memory) for memory in layout]
         self._queue(lambda: nvfp4_group(*arrays, dtype, n, k, rule, self._wrong))
 
-    def fp8(self, place: Place, dtype: str, n: int, k: int) -> None:
-        arrays = [array_of(memory) for memory in place]
+    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
+        arrays = [array_of(memory) for memory in layout]
         self._queue(lambda: fp8_rows(*arrays, dtype, n, k))
 
     def drain(self) -> None:
@@ -150,13 +149,13 @@ class HostWorkerFactory:
     def count(self, asked: int) -> int:
         return asked
 
-    def worker(self, **options: Any) -> GpuWorker:
+    def worker(self, context: JobContext) -> GpuWorker:
         worker = GpuWorker(
             self._checkpoint,
             HostQueue(**self._options),
             self.pool,
-            self._cpu.worker(**options),
-            **options,
+            self._cpu.worker(context),
+            context,
         )
         self.made.append(worker)
         return worker

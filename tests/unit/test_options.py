@@ -12,7 +12,6 @@ import pytest
 
 import beamq
 from beamq.calib.options import CalibrationEvents, CalibrationKeywords, CalibrationOptions
-from beamq.convert.limits import DEFAULT_MEMORY_BYTES
 from beamq.convert.options import (
     ConvertEvents,
     ConvertOptions,
@@ -21,6 +20,7 @@ from beamq.convert.options import (
     DequantizeOptions,
     QuantizeKeywords,
 )
+from beamq.convert.resources import DEFAULT_MEMORY_BYTES
 from beamq.eval.compare.options import (
     CompareEvents,
     CompareKeywords,

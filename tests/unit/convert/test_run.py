@@ -17,14 +17,14 @@ class Job:
     shard: int
 
 
-def scheduler_of(sizes: list[int], *, workers: int, lanes: int) -> Scheduler:
+def scheduler_of(sizes: list[int], *, workers: int, queues: int) -> Scheduler:
     jobs: Any = [Job(shard) for shard, size in enumerate(sizes) for _ in range(size)]
-    return Scheduler(jobs, workers=workers, lanes=lanes)
+    return Scheduler(jobs, workers=workers, queues=queues)
 
 
-def all_of(lanes: Scheduler, worker: int) -> list[int]:
+def all_of(scheduler: Scheduler, worker: int) -> list[int]:
     taken = []
-    while (found := lanes.take(worker)) is not None:
+    while (found := scheduler.take(worker)) is not None:
         taken.append(found[0])
     return taken
 
@@ -35,31 +35,31 @@ def test_how_many() -> None:
     assert queue_count(32, remote=True) == 1
 
 
-def test_one_lane_is_the_order_of_the_plan() -> None:
-    lanes = scheduler_of([3, 2, 4], workers=2, lanes=1)
+def test_one_queue_is_the_order_of_the_plan() -> None:
+    scheduler = scheduler_of([3, 2, 4], workers=2, queues=1)
     for expected in range(9):
         ahead = expected + 2 * READ_AHEAD_JOBS
-        assert lanes.take(expected % 2) == (expected, ahead if ahead < 9 else None)
-    assert lanes.take(0) is None
+        assert scheduler.take(expected % 2) == (expected, ahead if ahead < 9 else None)
+    assert scheduler.take(0) is None
 
 
-def test_workers_stay_in_their_shards_and_then_help_the_longest_lane() -> None:
-    lanes = scheduler_of([2, 6, 1, 1], workers=2, lanes=2)  # lanes: shards 0, 2 and shards 1, 3
-    assert [lanes.take(0), lanes.take(1)] == [(0, 8), (2, 4)]
-    assert [lanes.take(0)[0] for _ in range(4)] == [1, 8, 3, 4]
-    assert lanes.take(1) == (5, 7)
+def test_workers_stay_in_their_shards_and_then_help_the_longest_queue() -> None:
+    scheduler = scheduler_of([2, 6, 1, 1], workers=2, queues=2)  # shards 0, 2 and 1, 3
+    assert [scheduler.take(0), scheduler.take(1)] == [(0, 8), (2, 4)]
+    assert [scheduler.take(0)[0] for _ in range(4)] == [1, 8, 3, 4]
+    assert scheduler.take(1) == (5, 7)
 
 
-def test_what_is_read_ahead_lies_in_the_own_lane() -> None:
-    lanes = scheduler_of([4, 4, 4, 4], workers=4, lanes=2)
-    found = [lanes.take(1) for _ in range(8)]
+def test_what_is_read_ahead_lies_in_the_own_queue() -> None:
+    scheduler = scheduler_of([4, 4, 4, 4], workers=4, queues=2)
+    found = [scheduler.take(1) for _ in range(8)]
     assert found[:2] == [(4, 12), (5, 13)]
     assert [ahead for _, ahead in found[4:]] == [None] * 4
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-def test_every_job_is_taken_once_by_many_threads(lanes: int) -> None:
-    shared = scheduler_of([50, 1, 70, 30, 0, 49], workers=8, lanes=lanes)
+@pytest.mark.parametrize("queues", [1, 3, 8])
+def test_every_job_is_taken_once_by_many_threads(queues: int) -> None:
+    shared = scheduler_of([50, 1, 70, 30, 0, 49], workers=8, queues=queues)
     found: Counter[int] = Counter()
     lock = threading.Lock()
 
@@ -76,5 +76,5 @@ def test_every_job_is_taken_once_by_many_threads(lanes: int) -> None:
     assert found == Counter(range(200))
 
 
-def test_more_lanes_than_shards() -> None:
-    assert sorted(all_of(scheduler_of([2, 1], workers=16, lanes=8), 5)) == [0, 1, 2]
+def test_more_queues_than_shards() -> None:
+    assert sorted(all_of(scheduler_of([2, 1], workers=16, queues=8), 5)) == [0, 1, 2]

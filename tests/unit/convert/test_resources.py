@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from beamq import devices
-from beamq.convert import device_choice, gpu_worker
-from beamq.convert.device_choice import (
+from beamq.convert import gpu_worker, resources
+from beamq.convert.gpu_worker import SLOT_BYTES
+from beamq.convert.resources import (
     START_SECONDS,
     choose_conversion_device,
     open_workers,
     saved_seconds,
     worker_sentence,
 )
-from beamq.convert.gpu_worker import SLOT_BYTES
 from beamq.errors import DeviceError, UsageError
+from beamq.plan.plan import JobKind
 from beamq.ranks import Ranks
 
 GB = 1_000_000_000
@@ -32,7 +33,9 @@ def work(nbytes: int, kind: str = "nvfp4", scales: str = "sweep") -> Any:
     spec = SimpleNamespace(dtype="BF16")
     rows = nbytes // (2 * 1024)
     source = SimpleNamespace(spec=spec, shape=(rows, 1024), nbytes=rows * 2048)
-    job = SimpleNamespace(kind=kind, source_nbytes=nbytes, members=[SimpleNamespace(source=source)])
+    job = SimpleNamespace(
+        kind=JobKind(kind), source_nbytes=nbytes, members=[SimpleNamespace(source=source)]
+    )
     return SimpleNamespace(jobs=[job], scales=scales)
 
 
@@ -59,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def choose(asked: str, made: Any, **options: Any) -> device_choice.DeviceChoice:
+def choose(asked: str, made: Any, **options: Any) -> resources.DeviceChoice:
     return choose_conversion_device(asked, made, workers=2, ranks=ALONE, **options)
 
 
@@ -147,7 +150,7 @@ class TestGpuWorkerFactory:
 
     def test_the_sentence(self, monkeypatch: pytest.MonkeyPatch) -> None:
         factory = self.opened(monkeypatch, 100 * GB, work(GB // 10), memory=2 * SLOT_BYTES)
-        choice = device_choice.DeviceChoice(device="cuda:0", name="H200")
+        choice = resources.DeviceChoice(device="cuda:0", name="H200")
         text = worker_sentence(choice, factory, 16)
         assert text == (
             "On cuda:0 (H200), 2 threads: at most 100.66 MB of page-locked memory and 2.15 GB of"
@@ -161,6 +164,6 @@ class TestGpuWorkerFactory:
     ("processes", "text"), [(1, "On 1 thread."), (2, "In 2 processes, each on 1 thread.")]
 )
 def test_the_sentence_tells_of_several_processes(processes: int, text: str) -> None:
-    choice = device_choice.DeviceChoice(device="cpu")
+    choice = resources.DeviceChoice(device="cpu")
     factory = open_workers(choice, None, None, memory=1, workers=1)  # type: ignore[arg-type]
     assert worker_sentence(choice, factory, 1, processes=processes) == text

@@ -1,0 +1,187 @@
+"""What a run takes of the machine: CPU or GPU, threads, memory, cache. Known before it takes any.
+
+In: a plan's work and the user's limits. Out: the workers of the run, or the error that would
+otherwise come later.
+
+The device. `cpu` and `cuda[:N]` are orders; a GPU that cannot convert is then an error. `auto` is
+the GPU where there is one that can, and where it saves more time than its start takes. It saves
+0.15 s of one core for each GB of source, 0.9 s where block scales are swept; torch, the driver's
+context and the kernels take some 8 s to start. With the sweep a GPU pays from 140 GB on for 16
+cores and from 18 GB on for two. A run that calibrates has its GPU up already and converts there.
+Whether there is a GPU is asked of the driver, so that a machine without one does not import torch
+to find out. Under torchrun `auto` and `cuda` are one GPU for each rank of a machine.
+"""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from beamq import devices
+from beamq.convert.cpu_worker import HELD_BYTES, CpuWorkerFactory, WorkerFactory, piece_bytes
+from beamq.errors import DeviceError, MemoryBudgetError
+from beamq.io.checkpoint import Checkpoint
+from beamq.io.shard_cache import check_budget
+from beamq.plan.plan import JobKind, Work
+from beamq.ranks import Ranks, cores_here
+from beamq.units import show_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+DEFAULT_MEMORY_BYTES = 1_500_000_000
+THREAD_BYTES = 1 << 23  # address space of a thread, besides its stack
+START_SECONDS = 8.0
+SAVED_SECONDS = {"max": 0.15, "sweep": 0.9}  # of a core, for each GB of source
+LEAST_CAPABILITY = (8, 9)  # Triton's E4M3 casts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceChoice:
+    """`device` is "cpu", or a GPU as "cuda:0" with its `name`.
+
+    `note` says why a GPU that was considered is not used.
+    """
+
+    device: str
+    name: str = ""
+    note: str = ""
+
+    def text(self, workers: int, processes: int = 1) -> str:
+        """For a table or a sentence; `workers` and the GPU are those of each process."""
+        threads = f"{workers} thread{'' if workers == 1 else 's'}"
+        place = self.device if processes == 1 else "a GPU"
+        each = threads if self.device == "cpu" else f"{place} ({self.name}), {threads}"
+        return each if processes == 1 else f"{processes} processes, each on {each}"
+
+
+def choose_conversion_device(
+    asked: str, work: Work, *, workers: int, ranks: Ranks, calibrates: bool = False
+) -> DeviceChoice:
+    """Raises `DeviceError` where `asked` names a device that is absent or cannot convert."""
+    if asked == "cpu":
+        return DeviceChoice(device="cpu")
+    if asked == "auto" and not calibrates and saved_seconds(work, workers) < START_SECONDS:
+        return DeviceChoice(device="cpu")
+    if asked == "auto" and not devices.driver_sees_a_gpu():
+        return DeviceChoice(device="cpu")
+    try:
+        device = devices.choose_device(asked, ranks)
+        refused = devices.refusal(device, LEAST_CAPABILITY)
+    except DeviceError as fault:
+        if asked != "auto":
+            raise
+        return DeviceChoice(device="cpu", note=f"No GPU: {fault}.")
+    if device.type == "cpu":  # a driver, but a torch without CUDA
+        return DeviceChoice(device="cpu", note="No GPU: this torch is built without CUDA.")
+    if refused is None:
+        return _on_gpu(device)
+    if asked != "auto" and not calibrates:
+        raise DeviceError(f"{device}: {refused}; use --device cpu, the bytes are the same")
+    return DeviceChoice(device="cpu", note=f"{device} cannot be used for conversion: {refused}.")
+
+
+def saved_seconds(work: Work, workers: int) -> float:
+    """What a GPU takes off each of `workers` cores."""
+    seconds = 0.0
+    for job in work.jobs:
+        if job.kind in (JobKind.NVFP4, JobKind.FP8):
+            rule = work.scales if job.kind == JobKind.NVFP4 else "max"
+            seconds += job.source_nbytes / 1e9 * SAVED_SECONDS[rule]
+    return seconds / workers
+
+
+def open_workers(
+    choice: DeviceChoice, checkpoint: Checkpoint, work: Work, *, memory: int, workers: int
+) -> WorkerFactory:
+    """The workers chosen. Raises `DeviceError` if the GPU has too little memory."""
+    if choice.device == "cpu":
+        return CpuWorkerFactory(checkpoint, memory, workers)
+    import torch
+
+    from beamq.convert.gpu_worker import GpuWorkerFactory
+
+    return GpuWorkerFactory(checkpoint, work, torch.device(choice.device), memory, workers)
+
+
+def worker_sentence(
+    choice: DeviceChoice, factory: WorkerFactory, workers: int, *, processes: int = 1
+) -> str:
+    """What converts, for the screen: where, with how many threads, in how much memory.
+
+    The figures are those of each process.
+    """
+    threads = factory.count(workers)
+    text = f"{'On' if processes == 1 else 'In'} {choice.text(threads, processes)}"
+    if choice.device != "cpu":
+        from beamq.convert.gpu_worker import SLOT_BYTES
+
+        text += (
+            f": at most {show_bytes(threads * SLOT_BYTES)} of page-locked memory and"
+            f" {show_bytes(factory.device_nbytes)} of the GPU's"
+        )
+    return f"{text}. {choice.note}".rstrip()
+
+
+def _on_gpu(device: torch.device) -> DeviceChoice:
+    import torch
+
+    index = device.index or 0
+    return DeviceChoice(device=f"cuda:{index}", name=torch.cuda.get_device_name(device))
+
+
+def default_workers() -> int:
+    """Threads: this process's share of the cores it may use, at most 32.
+
+    The processes that torchrun starts on one machine divide its cores.
+    """
+    return min(32, cores_here())
+
+
+def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
+    """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
+    largest = min(work.largest_group_nbytes, HELD_BYTES)
+    return max(min(workers * largest, budget), largest) + workers * 4 * piece_bytes(workers)
+
+
+def check_memory(work: Work, budget: int) -> None:
+    """Raise `MemoryBudgetError` if one scale group does not fit the budget."""
+    largest = min(work.largest_group_nbytes, HELD_BYTES)
+    if largest > budget:
+        raise MemoryBudgetError(
+            f"--max-host-memory {show_bytes(budget)} is less than the largest group of linears"
+            f" that share a scale ({show_bytes(largest)}); allow at least that"
+        )
+
+
+def check_address_space(work: Work, workers: int, budget: int) -> None:
+    """Raise `MemoryBudgetError` if a limit on address space (`ulimit -v`) leaves too little.
+
+    Buffers could fail one by one, but a thread that cannot start for want of memory dies without a
+    word, and the thread that started it waits for ever.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except (OSError, ValueError):  # not Linux
+        return
+    stack = THREAD_BYTES if stack == resource.RLIM_INFINITY else stack
+    needed = predicted_host_nbytes(work, workers, budget)
+    needed += (workers + 1) * (stack + THREAD_BYTES)
+    if used + needed > limit:
+        raise MemoryBudgetError(
+            f"the limit on address space (ulimit -v) is {show_bytes(limit)} and"
+            f" {show_bytes(used + needed)} are needed; raise it, or use fewer --workers or a"
+            " smaller --max-host-memory"
+        )
+
+
+def check_cache(work: Work, budget: int) -> None:
+    """Raise `DiskError` if the remote shards that one job reads do not fit the cache together."""
+    remote = work.remote_shards
+    check_budget([job.files.intersection(remote) for job in work.jobs], remote, budget)
