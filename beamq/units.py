@@ -1,4 +1,4 @@
-"""Sizes, counts and times as people write and read them: `5GB` to bytes, bytes to `293.62 GB`.
+"""Figures as people and JSON write them: `5GB` to bytes, bytes to `293.62 GB`, NaN to null.
 
 kB, MB, GB and TB are powers of 1000; KiB, MiB, GiB and TiB of 1024. What is shown is decimal
 unless it says GiB.
@@ -6,8 +6,12 @@ unless it says GiB.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
+from typing import Any
 
 from beamq.errors import UsageError
 
@@ -58,3 +62,15 @@ def show_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def plain(value: Any) -> Any:
+    """A result in JSON's own types: a dataclass is an object of its fields, keys are text, and what
+    is not finite is null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if is_dataclass(value):
+        return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -78,7 +78,7 @@ def charts(comparison: Comparison) -> list[Chart]:
             svg=drawing("hidden", lambda axes: _hidden(axes, candidates)),
         )
     ]
-    if any(layer.router is not None for layer in candidates[0].layers):
+    if any(layer.expert_overlap is not None for layer in candidates[0].layers):
         drawn.append(
             Chart(
                 key="router",
@@ -168,7 +168,7 @@ def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
             (
                 candidate.model.name,
                 [layer.layer for layer in candidate.layers],
-                [100 * layer.relative.value for layer in candidate.layers],
+                [100 * layer.relative_error.value for layer in candidate.layers],
             )
             for candidate in candidates
         ],
@@ -180,20 +180,19 @@ def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
 def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
     series = []
     for candidate in candidates:
-        routers = [(each.layer, each.router) for each in candidate.layers if each.router]
-        layers = [layer for layer, _ in routers]
-        series.append(
-            (candidate.model.name, layers, [100 * router.overlap.value for _, router in routers])
-        )
+        found = [(each.layer, each.expert_overlap) for each in candidate.layers]
+        points = [(layer, 100 * overlap.value) for layer, overlap in found if overlap is not None]
+        layers, values = (list(each) for each in zip(*points, strict=True))
+        series.append((candidate.model.name, layers, values))
     lines(axes, series)
-    axes.set_ylabel("same experts, %")
+    axes.set_ylabel("experts in common, %")
     axes.set_ylim(top=100.2)
 
 
 def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
     low, high = math.inf, -math.inf
     for place, candidate in enumerate(candidates):
-        found = candidate.divergence.histogram
+        found = candidate.divergence.kld_histogram
         edges = [found.low + found.step * n for n in range(len(found.counts) + 1)]
         shares = [100 * count / candidate.divergence.tokens for count in found.counts]
         name = _short(candidate.model.name)
@@ -215,7 +214,7 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
 
 def _bars(axes: Axes, comparison: Comparison) -> None:
     models = [comparison.source, *(each.model for each in comparison.candidates)]
-    sizes = [model.footprint.disk for model in models]
+    sizes = [model.memory.disk_bytes for model in models]
     colors = [_GRID, *(color(place) for place in range(len(models) - 1))]
     places, gap = range(len(models)), 0.01 * max(sizes)
     axes.barh(places, sizes, color=colors, height=0.62)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import sys
 import textwrap
@@ -35,7 +34,7 @@ from rich.text import Text
 from beamq.errors import DiskError, printable
 from beamq.ranks import rank_here
 from beamq.report.tables import Table, terminal
-from beamq.units import show_bytes, show_seconds
+from beamq.units import plain, show_bytes, show_seconds
 
 WIDTH = 80
 LINE_SECONDS = 30.0  # between lines of progress where no bar can be drawn
@@ -136,17 +135,7 @@ class _Lines:
 
 def write_json(data: Mapping[str, Any]) -> None:
     """One JSON object on stdout, keys in the order given; NaN and infinity become null."""
-    _write(sys.stdout, json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
+    _write(sys.stdout, json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
 
 
 def _bar(console: Console) -> Progress:

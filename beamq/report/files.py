@@ -243,11 +243,14 @@ def write_sensitivity(found: Sensitivity, choice: Choice | None, folder: str | P
 
 
 def headline(found: Sensitivity) -> str:
-    """What the candidate costs whole, and whether its parts' losses add up to that."""
-    ratio = f" ({found.sum_kld / found.whole.value:.0%} of it)" if found.whole.value > 0 else ""
+    """What the whole candidate costs, and whether its parts' losses add up to that."""
+    whole, total = found.mean_kld.value, found.sum_of_parts
+    ratio = f" ({total / whole:.0%} of it)" if whole > 0 else ""
+    count = len(found.parts)
+    quantized = "its one part" if count == 1 else f"all {count} parts"
     return (
-        f"{found.checkpoint}: mean KLD {found.whole.value:.5f} nats with all"
-        f" {len(found.parts)} parts quantized; alone they add up to {found.sum_kld:.5f}{ratio}."
+        f"{found.checkpoint}: mean KLD {whole:.5f} nats with {quantized} quantized; the losses of"
+        f" single parts add up to {total:.5f}{ratio}."
     )
 
 
@@ -255,7 +258,7 @@ def choice_line(choice: Choice) -> str:
     """What a choice spares and what is expected of it."""
     return (
         f"Left precise: {names(choice.spared)}. Predicted mean KLD {choice.predicted_kld:.5f} nats,"
-        f" {choice.bits_per_weight:.2f} bits a weight, {show_bytes(choice.tensor_nbytes)};"
+        f" {choice.bits_per_weight:.2f} bits a weight, {show_bytes(choice.tensor_bytes)};"
         " predicted by adding up, so measure it with `beamq compare`."
     )
 
@@ -264,7 +267,7 @@ def names(parts: tuple[PartLoss, ...]) -> str:
     """`experts of layers 3, 5; attention of layer 0`."""
     texts = []
     for role, name in NAMES.items():
-        layers = sorted(part.layer for part in parts if part.role is role)
+        layers = sorted(part.layer for part in parts if part.part is role)
         if layers:
             plural = "s" if len(layers) > 1 else ""
             texts.append(f"{name} of layer{plural} {', '.join(map(str, layers))}")
@@ -276,10 +279,10 @@ def parts_table(found: Sensitivity, limit: int | None = None) -> Table:
     rows = [
         (
             str(part.layer),
-            NAMES[part.role],
-            f"{part.kld:.5f}",
+            NAMES[part.part],
+            f"{part.mean_kld:.5f}",
             f"{part.same_top.value:.2%}",
-            show_bytes(part.extra_nbytes),
+            show_bytes(part.extra_bytes),
             f"{part.nats_per_gb:.3g}",
         )
         for part in found.by_worth()
@@ -300,7 +303,7 @@ def curve_table(found: Sensitivity, points: int = CURVE_POINTS) -> Table:
         (
             str(len(choice.spared)),
             f"{choice.bits_per_weight:.2f}",
-            show_bytes(choice.tensor_nbytes),
+            show_bytes(choice.tensor_bytes),
             f"{choice.predicted_kld:.5f}",
         )
         for number, choice in enumerate(curve)
@@ -367,9 +370,9 @@ def _by_layer(axes: Axes, found: Sensitivity) -> None:
 
     series = []
     for role in (Role.EXPERT, Role.DENSE_MLP, Role.ATTENTION):
-        own = [part for part in found.parts if part.role is role]
+        own = [part for part in found.parts if part.part is role]
         if own:
-            values = [part.kld.value for part in own]
+            values = [part.mean_kld.value for part in own]
             series.append((NAMES[role], [part.layer for part in own], values))
     lines(axes, series)
     axes.set_ylabel("KLD, nats")

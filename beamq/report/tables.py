@@ -188,7 +188,7 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
         ("Mean KLD", "", *(f"{each.mean_kld:.5f}" for each in seen)),
         ("Mean KLD, weights exact", "", *map(_activations, candidates)),
     ]
-    if any(each.kld_ratio is not None for each in candidates):
+    if any(each.kld_ratio_to_first is not None for each in candidates):
         rows.append(("Mean KLD over the first's", "", *map(_ratio, candidates)))
     rows += [
         (label, "", *(format(getattr(each, field), form) for each in seen))
@@ -196,11 +196,15 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
     ]
     last = [each.layers[-1] for each in candidates]
     rows += [
-        ("Same experts, worst layer", "", *(_worst_router(c, "same_experts") for c in candidates)),
-        ("Expert overlap, worst layer", "", *(_worst_router(c, "overlap") for c in candidates)),
-        ("Hidden error, last layer", "", *(f"{layer.relative:.1%}" for layer in last)),
+        ("Same experts, worst layer", "", *(_worst(c, "same_experts") for c in candidates)),
+        (
+            "Expert overlap, worst layer",
+            "",
+            *(_worst(c, "expert_overlap") for c in candidates),
+        ),
+        ("Hidden error, last layer", "", *(f"{layer.relative_error:.1%}" for layer in last)),
         ("SQNR, last layer", "", *(_db(layer.sqnr_db) for layer in last)),
-        ("on disk", *(show_bytes(each.footprint.disk) for each in (source, *_of(candidates)))),
+        ("on disk", *(show_bytes(each.memory.disk_bytes) for each in (source, *_of(candidates)))),
         ("bits a weight", *(_bits(each) for each in (source, *_of(candidates)))),
     ]
     return Table(
@@ -217,20 +221,20 @@ def _of(candidates: Sequence[Candidate]) -> list[ComparedModel]:
 
 def _ratio(candidate: Candidate) -> str:
     """Mean KLD over the first candidate's, on the same tokens."""
-    return "1" if candidate.kld_ratio is None else f"{candidate.kld_ratio:.3f}"
+    return "1" if candidate.kld_ratio_to_first is None else f"{candidate.kld_ratio_to_first:.3f}"
 
 
 def _activations(candidate: Candidate) -> str:
-    found = candidate.activations_kld
+    found = candidate.activations_only_kld
     return "not quantized" if found is None else f"{found:.5f}"
 
 
 def _bits(model: ComparedModel) -> str:
-    return f"{model.footprint.bits_per_weight:.2f}"
+    return f"{model.memory.bits_per_weight:.2f}"
 
 
-def _worst_router(candidate: Candidate, field: str) -> str:
-    found = [getattr(layer.router, field) for layer in candidate.layers if layer.router is not None]
+def _worst(candidate: Candidate, field: str) -> str:
+    found = [each for layer in candidate.layers if (each := getattr(layer, field)) is not None]
     return format(min(found, key=lambda each: each.value), ".1%") if found else "no experts"
 
 
@@ -245,11 +249,11 @@ def damage(candidate: Candidate, count: int | None = None) -> Table:
         (
             str(layer.layer),
             layer.kind,
-            f"{layer.relative:.2%}",
+            f"{layer.relative_error.value:.2%}",
             f"{layer.share:+.1%}",
-            "" if layer.router_overlap is None else f"{layer.router_overlap:.1%}",
+            "" if layer.expert_overlap is None else f"{layer.expert_overlap.value:.1%}",
             show_bytes(layer.quantized_bytes) if layer.quantized_bytes else "",
-            f"+{show_bytes(layer.extra_bytes)}" if layer.quantized_bytes else "",
+            f"+{show_bytes(layer.extra_bytes_in_bf16)}" if layer.quantized_bytes else "",
         )
         for layer in layers
     ]
@@ -273,7 +277,7 @@ def linears(candidate: Candidate, count: int = 20) -> Table:
             f"{weight.saturated_share:.2%}",
             f"{weight.underflowed_share:.2%}",
         )
-        for weight in candidate.worst_weights(count)
+        for weight in candidate.worst_linears(count)
     ]
     return Table(
         title=f"{candidate.model.name}: linears with the largest error",
@@ -289,19 +293,19 @@ def _models(comparison: Comparison) -> list[ComparedModel]:
 
 def sizes(comparison: Comparison) -> Table:
     """Bytes on disk, bits a weight, KV cache of one sequence."""
-    source = comparison.source.footprint
+    source = comparison.source.memory
     return Table(
         title="Size, and KV cache of one sequence",
-        head=("", "disk", "of source", "bits", "KV", *map(_context, source.kv)),
+        head=("", "disk", "of source", "bits", "KV", *map(_context, source.kv_bytes)),
         align="lrrrlr",
         rows=[
             (
                 model.name,
-                show_bytes(model.footprint.disk),
-                f"{model.footprint.disk / source.disk:.0%}",
-                f"{model.footprint.bits_per_weight:.2f}",
-                format_name(model.footprint.kv_dtype),
-                *map(show_gib, model.footprint.kv.values()),
+                show_bytes(model.memory.disk_bytes),
+                f"{model.memory.disk_bytes / source.disk_bytes:.0%}",
+                f"{model.memory.bits_per_weight:.2f}",
+                format_name(model.memory.kv_dtype),
+                *map(show_gib, model.memory.kv_bytes.values()),
             )
             for model in _models(comparison)
         ],
@@ -313,7 +317,7 @@ def per_gpu(comparison: Comparison) -> Table:
     rows = []
     for layout in LAYOUTS:
         for model in _models(comparison):
-            found = (model.footprint.per_gpu[layout][count] for count in COUNTS)
+            found = (model.memory.weight_bytes_per_gpu[layout][count] for count in COUNTS)
             cells = ("-" if nbytes is None else show_bytes(nbytes) for nbytes in found)
             rows.append((LAYOUT_NAMES[layout], model.name, *cells))
     return Table(
@@ -326,7 +330,7 @@ def per_gpu(comparison: Comparison) -> Table:
 
 def newly_fitting(comparison: Comparison) -> Table:
     """The fewest GPUs of each kind that hold a candidate and a whole context, not the source."""
-    context = _context(comparison.source.footprint.fit_context)
+    context = _context(comparison.source.memory.fits.context)
     rows = [
         (candidate.model.name, f"{found.count} x {found.label}", f"{found.sequences:,}")
         for candidate in comparison.candidates

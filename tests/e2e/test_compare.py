@@ -98,14 +98,15 @@ def test_figures_of_the_fixtures(beam_nano: Path, made: dict[str, Path]) -> None
         assert seen.same_top.value == pytest.approx(top, abs=TOLERANCE / 10)
         assert (seen.tokens, seen.predicted) == (ROWS * LENGTH, ROWS * (LENGTH - 1))
         assert candidate.verdict.safe
-        assert not candidate.changed
+        assert not candidate.not_the_sources
     assert steps[-1][0] == steps[-1][1]
-    assert all(0.09 < weight.relative_rms < 0.105 for weight in w4a4.weights)
-    assert all(0.023 < weight.relative_rms < 0.029 for weight in w8a8.weights)
-    assert len(w4a4.weights) == len(w8a8.weights) == 5 * 16 * 3
-    assert [layer.relative.value for layer in w4a4.layers[:3]] == [0.0, 0.0, 0.0]
-    assert sum(layer.share for layer in w4a4.damage) == pytest.approx(1.0)
-    assert w4a4.damage[4].extra_bytes == 3 * 16 * 64 * 128 * 2 - w4a4.damage[4].quantized_bytes
+    assert all(0.09 < weight.relative_rms < 0.105 for weight in w4a4.linears)
+    assert all(0.023 < weight.relative_rms < 0.029 for weight in w8a8.linears)
+    assert len(w4a4.linears) == len(w8a8.linears) == 5 * 16 * 3
+    assert [layer.relative_error.value for layer in w4a4.layers[:3]] == [0.0, 0.0, 0.0]
+    assert sum(layer.share for layer in w4a4.layers) == pytest.approx(1.0)
+    sizes = w4a4.layers[4]
+    assert sizes.extra_bytes_in_bf16 == 3 * 16 * 64 * 128 * 2 - sizes.quantized_bytes
 
 
 def test_a_checkpoint_beside_itself(beam_nano: Path, made: dict[str, Path]) -> None:
@@ -116,9 +117,11 @@ def test_a_checkpoint_beside_itself(beam_nano: Path, made: dict[str, Path]) -> N
         assert seen.exact
         assert seen.mean_kld.value == seen.max_kld.value == seen.ln_ppl_ratio.value == 0.0
         assert seen.same_top.value == seen.top5_overlap.value == 1.0
-        assert all(layer.relative.value == 0.0 for layer in found.layers)
-        assert all(layer.router.overlap.value == 1.0 for layer in found.layers if layer.router)
-        assert all(weight.relative_rms == 0.0 for weight in found.weights)
+        assert all(layer.relative_error.value == 0.0 for layer in found.layers)
+        assert all(
+            layer.expert_overlap.value == 1.0 for layer in found.layers if layer.expert_overlap
+        )
+        assert all(weight.relative_rms == 0.0 for weight in found.linears)
         assert found.verdict.safe
         assert "exactly" in found.verdict.headline
 
@@ -243,7 +246,7 @@ def test_text_that_was_calibrated_on_is_told() -> None:
     assert note({"input_scales": {"data": 5}}) == note({"input_scales": {"data": [7]}}) == ""
     assert "this very text" in note(calibrated_on("e", "y", "text"))
     assert "this very text" in note(calibrated_on("c", "x", "text"))
-    assert "no file in common" in note(calibrated_on("c", "y", "standard library"))
+    assert "share no file" in note(calibrated_on("c", "y", "standard library"))
     assert "not known" in note(calibrated_on("c", "y", "text"))
 
 
@@ -361,7 +364,7 @@ def test_a_damaged_candidate_is_not_safe_to_serve(
     assert whole.verdict.safe
     assert damaged.verdict.safe is False
     assert not found.safe
-    assert "1 tensor is not what beamq.json records" in damaged.verdict.headline
+    assert "1 tensor does not match the checksums in beamq.json" in damaged.verdict.headline
     assert name in damaged.verdict.headline
     assert found.to_dict()["candidates"][1]["damaged"] == [name]
 
@@ -375,7 +378,7 @@ def test_what_cannot_be_held_against_a_manifest_is_said(beam_nano: Path, tmp_pat
     assert changed.verdict.safe
     edit_json(folder / "beamq.json", lambda manifest: manifest.update(checksum="crc"))
     (unknown,) = compare(beam_nano, [folder], input_ids=ids).candidates
-    assert any("were not held against beamq.json" in note for note in unknown.notes)
+    assert any("were not checked against beamq.json" in note for note in unknown.notes)
     (folder / "beamq.json").unlink()
     (bare,) = compare(beam_nano, [folder], input_ids=ids).candidates
     assert bare.damaged == ()

@@ -43,7 +43,7 @@ def test_a_branch_is_the_model_with_that_part_quantized(
     made: Path, beam_nano: Path, tmp_path: Path, layer: int, role: Role, others: str
 ) -> None:
     found = sensitivity(beam_nano, made / "all", **TEXT)
-    part = next(p for p in found.parts if (p.layer, p.role) == (layer, role))
+    part = next(p for p in found.parts if (p.layer, p.part) == (layer, role))
     quantize(
         beam_nano,
         tmp_path / "one",
@@ -52,25 +52,25 @@ def test_a_branch_is_the_model_with_that_part_quantized(
         exclude=[others],
     )
     both = compare(beam_nano, [tmp_path / "one", made / "all"], **TEXT).candidates
-    assert part.kld.value == pytest.approx(both[0].divergence.mean_kld.value, rel=1e-6)
+    assert part.mean_kld.value == pytest.approx(both[0].divergence.mean_kld.value, rel=1e-6)
     assert part.same_top.value == both[0].divergence.same_top.value
-    assert found.whole.value == pytest.approx(both[1].divergence.mean_kld.value, rel=1e-6)
-    saved = both[0].model.footprint.tensors - both[1].model.footprint.tensors
-    assert part.extra_nbytes == sum(p.extra_nbytes for p in found.parts) - saved
+    assert found.mean_kld.value == pytest.approx(both[1].divergence.mean_kld.value, rel=1e-6)
+    saved = both[0].model.memory.tensor_bytes - both[1].model.memory.tensor_bytes
+    assert part.extra_bytes == sum(p.extra_bytes for p in found.parts) - saved
 
 
 def test_parts_are_all_that_is_quantized(made: Path, beam_nano: Path) -> None:
     found = sensitivity(beam_nano, made / "all", **TEXT)
-    units = {(p.layer, p.role) for p in found.parts}
+    units = {(p.layer, p.part) for p in found.parts}
     assert units == {
         *((layer, Role.ATTENTION) for layer in range(8)),
         *((layer, Role.DENSE_MLP) for layer in range(3)),
         *((layer, Role.EXPERT) for layer in range(3, 8)),
     }
-    assert all(p.kld.value > 0 and p.extra_nbytes > 0 for p in found.parts)
-    assert 0.5 < found.sum_kld / found.whole.value < 2
+    assert all(p.mean_kld.value > 0 and p.extra_bytes > 0 for p in found.parts)
+    assert 0.5 < found.sum_of_parts / found.mean_kld.value < 2
     weights = sensitivity(beam_nano, made / "all", gemm="weights-only", **TEXT)
-    assert weights.sum_kld < found.sum_kld
+    assert weights.sum_of_parts < found.sum_of_parts
 
 
 def test_an_unquantized_checkpoint_has_no_parts(beam_nano: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_command_writes_a_recipe_that_keeps_its_word(
     found = compare(beam_nano, [output], **TEXT).candidates[0]
     predicted = shown["choice"]["predicted_kld"]
     assert found.divergence.mean_kld.value == pytest.approx(predicted, rel=0.3)
-    assert found.model.footprint.tensors == shown["choice"]["tensor_bytes"]
+    assert found.model.memory.tensor_bytes == shown["choice"]["tensor_bytes"]
     text = CliRunner().invoke(app, given)
     assert text.exit_code == 0
     assert " ".join(text.stderr.split()).startswith("Running the parts of ")

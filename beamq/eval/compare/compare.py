@@ -1,15 +1,15 @@
 """COMPARE: what did quantization cost, and what did it save? Source and candidates side by side.
 
-In: a source, candidates made from it, and text (or the default one). Out: a `Comparison`.
+In: a source, candidates made from it, and text. Out: a `Comparison`.
 
 The default text is the half of the standard library's sources that default calibration does not
-use; that a candidate was not calibrated on what it is judged by is checked by digest where
-beamq.json tells what it was calibrated on. Its tensors are held against the checksums there as they
-are read: figures of a damaged copy would say nothing of the checkpoint.
+use. Digests in a candidate's beamq.json tell whether it was calibrated on the text that it is
+judged by. Its tensors are checked against the checksums there as they are read, because figures of
+a damaged copy say nothing about the checkpoint.
 
-Defaults by device: 64 rows of 2,048 tokens in BF16 on a GPU with its own FP8 and FP4 GEMMs, as
-served; 16 of 512 in FP32 on a CPU by the exact emulation, where no rounding of activations is part
-of any difference.
+Defaults by device: on a GPU 64 rows of 2,048 tokens in BF16, with the GPU's own FP8 and FP4 GEMMs,
+as served; on a CPU 16 rows of 512 in FP32 by exact emulation, where no difference comes from the
+rounding of activations to BF16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -30,14 +30,14 @@ from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
 from beamq.eval.compare.footprint import (
-    Footprint,
     footprint,
+    layer_sizes,
     newly_fitting,
     stored_format,
     stored_units,
 )
 from beamq.eval.compare.options import CompareEvents, CompareKeywords, CompareOptions
-from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, damage_of
+from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, completed
 from beamq.eval.compare.side_by_side import ReadChecksums, StreamOptions, run_side_by_side
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
 from beamq.eval.compare.verdict import judge, listed
@@ -59,11 +59,10 @@ DEFAULT_GEMM = {"cuda": "auto", "cpu": "reference"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
-    """A checkpoint and what is known of it beside its weights."""
+    """A checkpoint, and what is known of it without reading weights."""
 
     checkpoint: Checkpoint
     manifest: Manifest | None
-    footprint: Footprint
     model: ComparedModel
 
 
@@ -132,7 +131,7 @@ def compare(
 
 
 def _settings(options: StreamOptions, gemm: str) -> dict[str, Any]:
-    """What was run with, for the record."""
+    """What the comparison ran with."""
     device = options.device
     return {
         "beamq": __version__,
@@ -168,7 +167,7 @@ def _size(
 
 
 def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> list[_Opened]:
-    """Open all; models of one name are told apart by a number."""
+    """Open all of them; those of the same name get a number."""
     for path in paths:
         refuse_unfinished(user_path(path))
     budget = DEFAULT_CACHE_BYTES // ranks.world
@@ -186,17 +185,15 @@ def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> li
 def _open(checkpoint: Checkpoint, name: str) -> _Opened:
     manifest = Manifest.of(checkpoint.source)
     recorded = manifest or Manifest.parse({})
-    size = footprint(checkpoint, BeamConfig.from_dict(checkpoint.config))
     return _Opened(
         checkpoint=checkpoint,
         manifest=manifest,
-        footprint=size,
         model=ComparedModel(
             name=name,
             format=stored_format(checkpoint.tensors.values()),
             recipe=_text(recorded.recipe, "name"),
             input_scales=_text(recorded.input_scales, "description"),
-            footprint=size,
+            memory=footprint(checkpoint, BeamConfig.from_dict(checkpoint.config)),
         ),
     )
 
@@ -209,38 +206,31 @@ def _text(record: Mapping[str, Any] | None, key: str) -> str | None:
 def _candidate(
     base: _Opened, other: _Opened, findings: Findings, text: Text, unchecked: str | None
 ) -> Candidate:
-    limits = limits_for(other.manifest, *stored_units(other.checkpoint))
     config = BeamConfig.from_dict(base.checkpoint.config)
-    kinds = tuple(
+    kinds = [
         f"{layer.removesuffix('_attention')}, {mlp}"
         for layer, mlp in zip(config.layer_types, config.mlp_layer_types, strict=True)
-    )
-    damage = damage_of(findings.layers, other.footprint.layers, kinds)
-    fits = newly_fitting(base.footprint, other.footprint)
+    ]
+    layers = completed(findings.layers, layer_sizes(other.checkpoint), kinds)
+    findings = replace(findings, layers=layers)
+    limits = limits_for(other.manifest, *stored_units(other.checkpoint))
+    fits = newly_fitting(base.model.memory, other.model.memory)
     return Candidate(
+        **{each.name: getattr(findings, each.name) for each in fields(findings)},
         model=other.model,
-        divergence=findings.divergence,
-        activations_kld=findings.activations_kld,
-        kld_ratio=findings.kld_ratio,
-        layers=findings.layers,
-        damage=damage,
-        weights=findings.weights,
-        changed=findings.changed,
-        damaged=findings.damaged,
+        verdict=judge(findings, limits, base.model.memory, other.model.memory, fits),
         newly_fits=fits,
-        limits=limits,
-        verdict=judge(findings, limits, damage, base.footprint, other.footprint, fits),
         notes=tuple(_notes(base, other, text, unchecked)),
     )
 
 
-# --- what to know beside the figures --------------------------------------------------------
+# --- what to know besides the figures -----------------------------------------------------------
 
 
 def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> list[str]:
     notes = [*overlap_notes(other.manifest, text.record)]
     if unchecked is not None:
-        notes.append(f"its bytes were not held against beamq.json: {unchecked}")
+        notes.append(f"its tensors were not checked against beamq.json: {unchecked}")
     changed = _changed_files(other.checkpoint, other.manifest)
     if changed:
         notes.append(f"{listed(changed)} changed since beamq.json was written")
@@ -248,10 +238,10 @@ def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> 
     if scales and scales.startswith("not calibrated"):
         notes.append(scales)
     if _tokenizer(other.checkpoint) not in (None, _tokenizer(base.checkpoint)):
-        notes.append("its tokenizer.json is not the source's; the source's was used for all")
+        notes.append("its tokenizer.json differs from the source's, which was used for all models")
     if base.model.format not in ("bf16", "fp16", "fp32"):
         notes.append(
-            f"the source is itself {base.model.format}: differences are from that, not from BF16"
+            f"the source itself is {base.model.format}: differences are from that, not from BF16"
         )
     return notes
 
@@ -271,7 +261,7 @@ def _changed_files(checkpoint: Checkpoint, manifest: Manifest | None) -> list[st
 
 
 def _tokenizer(checkpoint: Checkpoint) -> bytes | None:
-    """The tokenizer's bytes; None where a checkpoint brings none (weights alone)."""
+    """The tokenizer's bytes; None for a checkpoint without one."""
     if not checkpoint.source.has("tokenizer.json"):
         return None
     return checkpoint.source.path("tokenizer.json").read_bytes()

@@ -1,11 +1,15 @@
-"""What a run side by side found of each candidate, and how the findings of ranks become one's.
+"""What a run finds of each candidate, whether that is within bounds, and where it goes wrong.
 
-In: what is gathered on the way through the layers, at each rank. Out: `Findings`, those that one
-process would have.
+In: what is gathered on the way through the layers, at each rank; the `Bounds` of a recipe. Out:
+`Findings`, `Breach`es of the bounds, and the first layer where source and candidate part.
 
-The one idea: hidden states, routers and logits are alike at every rank, so what is said of those
-is the first rank's. Of experts each rank has only its own: errors of their linears are put together
-in the order in which one process meets them. A tensor is damaged if any rank has read it so.
+Under torchrun every rank computes the same hidden states, routers and logits, so the first rank's
+findings on those hold. Each rank has only its own experts: the errors of their linears are put in
+the order in which a single process meets them. A tensor is damaged if any rank has read it so.
+
+Whose bounds apply: those of the built-in recipe that the folder names; of its own recipe, if that
+is not a built-in one; for a folder that names none, those of the built-in recipe that quantizes
+the same parts. A file cannot loosen the bounds of a built-in name.
 """
 
 from __future__ import annotations
@@ -20,92 +24,85 @@ from beamq.eval.compare.metrics import Divergence, Estimate, LayerError, RouteRe
 from beamq.eval.compare.weight_error import WeightError
 from beamq.io.manifest import Manifest
 from beamq.plan.layout import Unit
-from beamq.plan.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
+from beamq.plan.recipe import BUILT_IN, Bounds, Recipe, load_recipe, parse_recipe
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """One candidate against the source.
 
-    `activations_kld` is the mean KL with exact weights and served activations; None where none are
-    quantized. `kld_ratio` is the mean KL over the first candidate's, paired; None for that one.
-    `damaged` are tensors whose bytes are not those that its beamq.json records.
+    `activations_only_kld` is the mean KL with the source's weights and activations quantized as the
+    candidate's are; None where it quantizes none. `kld_ratio_to_first` is the mean KL over the
+    first candidate's on the same tokens; None for the first. `linears` are quantized or differ;
+    `not_the_sources` are unquantized tensors that differ from the source's; `damaged` are tensors
+    whose bytes are not those that the candidate's beamq.json records.
     """
 
     divergence: Divergence
-    activations_kld: Estimate | None = None
-    kld_ratio: Estimate | None = None
+    activations_only_kld: Estimate | None = None
+    kld_ratio_to_first: Estimate | None = None
     layers: tuple[LayerError, ...]
-    weights: tuple[WeightError, ...]
-    changed: tuple[str, ...]
+    linears: tuple[WeightError, ...]
+    not_the_sources: tuple[str, ...]
     damaged: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Gathered:
-    """What is gathered of a candidate on the way."""
+    """What is collected of a candidate; `floor` scores its activations with exact weights."""
 
     scores: TokenScores = field(default_factory=TokenScores)
     floor: TokenScores | None = None
     routes: RouteRecorder = field(default_factory=RouteRecorder)
     layers: list[LayerError] = field(default_factory=list)
-    weights: list[WeightError] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
+    linears: list[WeightError] = field(default_factory=list)
+    not_the_sources: list[str] = field(default_factory=list)
 
     @property
     def square(self) -> float:
-        """Squared relative error behind the last layer so far."""
-        return self.layers[-1].relative.value ** 2 if self.layers else 0.0
+        """Squared relative error after the last layer so far."""
+        return self.layers[-1].relative_error.value ** 2 if self.layers else 0.0
 
     def findings(self) -> Findings:
-        """What it comes to, without what other candidates and checksums say."""
+        """The findings, without those that need other candidates or checksums."""
         return Findings(
             divergence=self.scores.result(),
-            activations_kld=None if self.floor is None else self.floor.result().mean_kld,
+            activations_only_kld=None if self.floor is None else self.floor.result().mean_kld,
             layers=tuple(self.layers),
-            weights=tuple(self.weights),
-            changed=tuple(self.changed),
+            linears=tuple(self.linears),
+            not_the_sources=tuple(self.not_the_sources),
         )
 
 
 def of_all_ranks(found: Sequence[Sequence[Findings]]) -> list[Findings]:
-    """The candidates' findings from those at each rank, in order of rank."""
+    """One list of findings, a candidate each, from the lists of all ranks in order of rank."""
     return [_merged(shares) for shares in zip(*found, strict=True)]
 
 
 def _merged(shares: Sequence[Findings]) -> Findings:
     first, *others = shares
-    experts = [w for share in others for w in share.weights if _turn(w.module)]
-    weights = sorted([*first.weights, *experts], key=lambda w: (w.layer, _turn(w.module)))
+    experts = [each for share in others for each in share.linears if _turn(each.module)]
+    linears = sorted([*first.linears, *experts], key=lambda each: (each.layer, _turn(each.module)))
     damaged = {name for share in shares for name in share.damaged}
-    return replace(first, weights=tuple(weights), damaged=tuple(sorted(damaged)))
+    return replace(first, linears=tuple(linears), damaged=tuple(sorted(damaged)))
 
 
 def _turn(module: str) -> int:
-    """When a layer's linears come: what every rank has, all experts' gate and up, then their down.
-
-    Within each, ranks are in the order of experts.
-    """
+    """The order of a layer's linears in a single process: 0 for those that every rank has, 1 for
+    all experts' gate_proj and up_proj, 2 for their down_proj. Ranks hold experts in order."""
     if classify(f"{module}.weight").role is not Role.EXPERT:
         return 0
     return 2 if module.endswith(".down_proj") else 1
 
 
-# Is a candidate within what its recipe allows it to lose, and if not, where does it go wrong?
-#
-# In: a candidate's `Findings`, and the `Bounds` of its recipe. Out: `Breach`es, and the first layer
-# where the two streams part.
-#
-# Which bounds: those of the built-in recipe the folder names; those that its own recipe brought
-# along, where it is no built-in one; for a folder that names none, those of the built-in recipe
-# that quantizes the same parts. Never looser ones than a name promises because a file says so.
+# --- bounds ---------------------------------------------------------------------------------
 
 MEASURES = ("finite", "mean_kld", "same_top", "router_overlap", "weight_error", "unquantized")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breach:
-    """One thing out of bounds: which measure, a sentence without a full stop, and its layer."""
+    """One thing out of bounds: the measure, a sentence without a full stop, and the layer."""
 
     measure: str
     text: str
@@ -114,14 +111,14 @@ class Breach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds and the name of the recipe they are of; `recipe` is None where nothing is known."""
+    """Bounds, and the recipe that they belong to; None where nothing is quantized."""
 
     recipe: str | None
     bounds: Bounds
 
 
 def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit]) -> Limits:
-    """By beamq.json's recipe, else by what is stored in `fmt`. Unquantized: no limits."""
+    """Bounds of a checkpoint whose `units` are stored in `fmt` (None: nothing is quantized)."""
     if fmt is None:
         return Limits(recipe=None, bounds=Bounds())
     named = None if manifest is None else manifest.recipe
@@ -135,36 +132,37 @@ def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit
             own = Bounds()
         if own != Bounds():
             return Limits(recipe=name, bounds=own)
-    alike = _like(fmt, frozenset(role for _, role in units))
-    return Limits(recipe=alike, bounds=load_recipe(alike).bounds)
+    closest = _closest(fmt, frozenset(role for _, role in units))
+    return Limits(recipe=closest.name, bounds=closest.bounds)
 
 
-def _like(fmt: str, roles: frozenset[Role]) -> str:
+def _closest(fmt: str, roles: frozenset[Role]) -> Recipe:
     """The built-in recipe of a format that quantizes these roles and the fewest others."""
     recipes = [load_recipe(name) for name in BUILT_IN]
     covering = [r for r in recipes if r.format == fmt and roles <= r.rules.keys()]
-    return min(covering, key=lambda recipe: len(recipe.rules)).name
+    return min(covering, key=lambda recipe: len(recipe.rules))
 
 
 def breaches(findings: Findings, bounds: Bounds) -> tuple[Breach, ...]:
-    """All of them, in the order of `MEASURES`."""
+    """Everything out of bounds, in the order of `MEASURES`."""
     checks = (
         _finite(findings.divergence),
-        _kld(findings.divergence, bounds),
-        _top(findings.divergence, bounds),
-        _router(findings, bounds),
-        _weights(findings, bounds),
-        _unquantized(findings),
+        _kld(findings.divergence, bounds.mean_kld),
+        _top(findings.divergence, bounds.same_top),
+        _router(findings, bounds.router_overlap),
+        _linears(findings, bounds.weight_error),
+        _unquantized(findings.not_the_sources),
     )
     return tuple(breach for breach in checks if breach is not None)
 
 
 def parting_layer(findings: Findings, found: tuple[Breach, ...]) -> int | None:
-    """The first layer where the streams part: the first one that a breach names, or the first
-    whose hidden states are not finite or lose at least half as much as those of the worst."""
+    """The first layer where candidate and source part: the first whose hidden states are not finite
+    or that a breach names; without either, the first that adds at least half of the worst layer's
+    error."""
     named = [breach.layer for breach in found if breach.layer is not None]
     for layer in findings.layers:
-        if not math.isfinite(layer.relative.value):
+        if not math.isfinite(layer.relative_error.value):
             return min([layer.layer, *named])
     worst = max((layer.added for layer in findings.layers), default=0.0)
     jumps = [each.layer for each in findings.layers if worst > 0 and each.added >= worst / 2]
@@ -180,15 +178,15 @@ def _finite(divergence: Divergence) -> Breach | None:
     )
 
 
-def _kld(divergence: Divergence, bounds: Bounds) -> Breach | None:
-    found, limit = divergence.mean_kld.value, bounds.mean_kld
+def _kld(divergence: Divergence, limit: float | None) -> Breach | None:
+    found = divergence.mean_kld.value
     if limit is None or found <= limit or divergence.not_finite:
         return None
     return Breach(measure="mean_kld", text=f"mean KLD {found:.4f} nats, at most {limit:g} expected")
 
 
-def _top(divergence: Divergence, bounds: Bounds) -> Breach | None:
-    found, limit = divergence.same_top.value, bounds.same_top
+def _top(divergence: Divergence, limit: float | None) -> Breach | None:
+    found = divergence.same_top.value
     if limit is None or found >= limit:
         return None
     return Breach(
@@ -196,64 +194,57 @@ def _top(divergence: Divergence, bounds: Bounds) -> Breach | None:
     )
 
 
-def _router(findings: Findings, bounds: Bounds) -> Breach | None:
-    limit = bounds.router_overlap
+def _router(findings: Findings, limit: float | None) -> Breach | None:
     low = [
-        (layer, layer.router.overlap.value)
+        (layer.layer, layer.expert_overlap.value)
         for layer in findings.layers
-        if limit is not None and layer.router is not None and layer.router.overlap.value < limit
+        if limit is not None and layer.expert_overlap and layer.expert_overlap.value < limit
     ]
     if not low:
         return None
     layer, found = low[0]
-    more = f" and {len(low) - 1} more" if len(low) > 1 else ""
     return Breach(
         measure="router_overlap",
-        text=f"layer {layer.layer}{more}: routers choose {found:.1%} of the same experts, at least"
+        text=f"layer {layer}{_more(low)}: routers choose {found:.1%} of the same experts, at least"
         f" {limit:.1%} expected",
-        layer=_cause(findings, layer.layer),
+        layer=_cause(findings, layer),
     )
 
 
 def _cause(findings: Findings, router_layer: int) -> int:
-    """A router errs for what came before it (the worst layer up to its own), if it is sound."""
-    if any(name.startswith(f"model.layers.{router_layer}.mlp.gate.") for name in findings.changed):
+    """The layer to blame for a router's choices: its own where the router is not the source's, else
+    the one before it that adds the most error."""
+    gate = f"model.layers.{router_layer}.mlp.gate."
+    if any(name.startswith(gate) for name in findings.not_the_sources):
         return router_layer
     before = [each for each in findings.layers if each.layer < router_layer and each.added > 0]
     return max(before, key=lambda layer: layer.added).layer if before else router_layer
 
 
-def _weights(findings: Findings, bounds: Bounds) -> Breach | None:
-    limit = bounds.weight_error
+def _linears(findings: Findings, limit: float | None) -> Breach | None:
     bad = [
-        weight
-        for weight in findings.weights
-        if limit is not None and not weight.relative_rms <= limit
+        each for each in findings.linears if limit is not None and not each.relative_rms <= limit
     ]
     if not bad:
         return None
     first = bad[0]
-    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     return Breach(
         measure="weight_error",
-        text=f"{first.module}{more}: error {first.relative_rms:.3f} of the source's RMS, at most"
-        f" {limit:g} expected",
+        text=f"{first.module}{_more(bad)}: error {first.relative_rms:.3f} of the source's RMS, at"
+        f" most {limit:g} expected",
         layer=first.layer,
     )
 
 
-def _unquantized(findings: Findings) -> Breach | None:
-    if not findings.changed:
+def _unquantized(names: Sequence[str]) -> Breach | None:
+    if not names:
         return None
-    first, count = findings.changed[0], len(findings.changed)
-    more = f" and {count - 1} more" if count > 1 else ""
     return Breach(
         measure="unquantized",
-        text=f"{first}{more}: not quantized, and yet not the source's",
-        layer=_layer_of(first),
+        text=f"{names[0]}{_more(names)}: not quantized, yet different from the source's",
+        layer=classify(names[0]).layer,
     )
 
 
-def _layer_of(name: str) -> int | None:
-    parts = name.split(".")
-    return int(parts[2]) if name.startswith("model.layers.") else None
+def _more(found: Sequence[object]) -> str:
+    return f" and {len(found) - 1} more" if len(found) > 1 else ""

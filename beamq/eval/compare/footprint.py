@@ -1,7 +1,8 @@
-"""What a checkpoint takes on disk and on GPUs, and which machines have room for it that had none.
+"""What a checkpoint stores, takes on disk and on GPUs, and which machines have room for it.
 
-In: an opened checkpoint (headers only) and its `BeamConfig`. Out: a `Footprint`; `newly_fitting`
-for two of them. The sums about GPUs are `beamq.plan.serving`' and `beamq.plan.serving`'s.
+In: the headers of an opened checkpoint, its files and its `BeamConfig`. Out: its format, a
+`Footprint`, and the machines that fit a quantized model but not its source. Quantized parts are
+found by the dtypes of their tensors. `plan.serving` does the arithmetic of GPUs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, is_scale, role_of
@@ -35,117 +35,102 @@ _FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """A machine with room for weights and `sequences` whole contexts."""
+    """`count` GPUs of a kind, with room for the weights and `sequences` whole contexts."""
 
     gpu: str
-    label: str
     count: int
     layout: str
     sequences: int
 
+    @property
+    def label(self) -> str:
+        """The GPU's name as it is shown: `B200 180 GB`."""
+        return next(gpu.label for gpu in GPUS if gpu.name == self.gpu)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fits:
+    """The machines that fit, for sequences of `context` tokens."""
+
+    context: int
+    machines: tuple[Fitting, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSize:
-    """What the quantized linears of one layer take, and would take in BF16."""
+    """Bytes of one layer's quantized linears as they are stored, and as they would be in BF16."""
 
-    layer: int
     quantized: int
     bf16: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Bytes. `per_gpu` maps layout and number of GPUs to weights on each, None where the model
-    cannot be divided so; `kv` maps a context's tokens to one sequence's cache in `kv_dtype`."""
+    """`disk_bytes` is every file. `weight_bytes_per_gpu` maps layout and number of GPUs to the
+    weights on each, None where the model cannot be divided so; `kv_bytes` maps the tokens of a
+    sequence to its cache in `kv_dtype`."""
 
-    disk: int
-    tensors: int
+    disk_bytes: int
+    tensor_bytes: int
     parameters: int
     bits_per_weight: float
-    per_gpu: dict[str, dict[int, int | None]]
+    weight_bytes_per_gpu: dict[str, dict[int, int | None]]
     kv_dtype: str
-    kv: dict[int, int]
-    fit_context: int
-    fits: tuple[Fitting, ...]
-    layers: tuple[LayerSize, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; see docs/report-schema.md."""
-        return {
-            "disk_bytes": self.disk,
-            "tensor_bytes": self.tensors,
-            "parameters": self.parameters,
-            "bits_per_weight": self.bits_per_weight,
-            "weight_bytes_per_gpu": {
-                layout: {str(count): size for count, size in sizes.items()}
-                for layout, sizes in self.per_gpu.items()
-            },
-            "kv_dtype": self.kv_dtype,
-            "kv_bytes": {str(context): size for context, size in self.kv.items()},
-            "fits": {
-                "context": self.fit_context,
-                "machines": [
-                    {
-                        "gpu": found.gpu,
-                        "count": found.count,
-                        "layout": found.layout,
-                        "sequences": found.sequences,
-                    }
-                    for found in self.fits
-                ],
-            },
-        }
+    kv_bytes: dict[int, int]
+    fits: Fits
 
 
 def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
-    """All of it. Quantized parts are found by the dtypes of their tensors."""
-    fmt, units = stored_units(checkpoint)
-    weights = model_weights(config, fmt, units)
-    kv_dtype = "fp8" if _declares_fp8_cache(checkpoint) else "bf16"
+    """Sizes of a checkpoint, and the machines that it fits."""
+    weights = model_weights(config, *stored_units(checkpoint))
+    block = checkpoint.config.get("quantization_config")
+    kv_dtype = "fp8" if isinstance(block, dict) and block.get("kv_cache_scheme") else "bf16"
+    itemsize = KV_ITEMSIZE[kv_dtype]
     tensors = sum(spec.nbytes for spec in checkpoint.tensors.values())
     context = min(FIT_CONTEXT, config.max_position_embeddings)
     return Footprint(
-        disk=sum(checkpoint.source.listing().values()),
-        tensors=tensors,
+        disk_bytes=sum(checkpoint.source.listing().values()),
+        tensor_bytes=tensors,
         parameters=weights.parameters,
         bits_per_weight=8 * tensors / weights.parameters,
-        per_gpu={
+        weight_bytes_per_gpu={
             layout: {count: weights.per_gpu(layout, count) for count in COUNTS}
             for layout in LAYOUTS
         },
         kv_dtype=kv_dtype,
-        kv={
-            tokens: kv_cache_nbytes(config, tokens, itemsize=KV_ITEMSIZE[kv_dtype])
-            for tokens in CONTEXTS
-        },
-        fit_context=context,
-        fits=_fits(weights, context, KV_ITEMSIZE[kv_dtype]),
-        layers=_layer_bytes(checkpoint),
+        kv_bytes={n: kv_cache_nbytes(config, n, itemsize=itemsize) for n in CONTEXTS},
+        fits=Fits(context=context, machines=_machines(weights, context, itemsize)),
     )
 
 
 def newly_fitting(source: Footprint, candidate: Footprint) -> tuple[Fitting, ...]:
     """Machines that hold the candidate and a whole context, but not the source and one."""
-    before = {(found.gpu, found.count) for found in source.fits}
-    return tuple(found for found in candidate.fits if (found.gpu, found.count) not in before)
+    before = {(found.gpu, found.count) for found in source.fits.machines}
+    return tuple(
+        found for found in candidate.fits.machines if (found.gpu, found.count) not in before
+    )
 
 
-def _fits(weights: Weights, context: int, kv_itemsize: int) -> tuple[Fitting, ...]:
-    found = []
-    for gpu in GPUS:
-        for count in COUNTS:
-            best = best_fit(weights, gpu, count, context=context, kv_itemsize=kv_itemsize)
-            if best is not None and best.fits:
-                found.append(
-                    Fitting(
-                        gpu=gpu.name,
-                        label=gpu.label,
-                        count=count,
-                        layout=best.layout,
-                        sequences=best.sequences,
-                    )
-                )
-    return tuple(found)
+def smallest_each(machines: Sequence[Fitting]) -> list[Fitting]:
+    """Of each kind of GPU, the machine with the fewest."""
+    fewest: dict[str, Fitting] = {}
+    for found in machines:
+        if found.gpu not in fewest or found.count < fewest[found.gpu].count:
+            fewest[found.gpu] = found
+    return list(fewest.values())
+
+
+def _machines(weights: Weights, context: int, kv_itemsize: int) -> tuple[Fitting, ...]:
+    tried = (
+        (gpu, count, best_fit(weights, gpu, count, context=context, kv_itemsize=kv_itemsize))
+        for gpu in GPUS
+        for count in COUNTS
+    )
+    return tuple(
+        Fitting(gpu=gpu.name, count=count, layout=best.layout, sequences=best.sequences)
+        for gpu, count, best in tried
+        if best is not None and best.fits
+    )
 
 
 def stored_format(tensors: Collection[TensorSpec]) -> str:
@@ -166,7 +151,7 @@ def stored_format(tensors: Collection[TensorSpec]) -> str:
 
 
 def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
-    """The commonest quantized format, and the units with at least one tensor in it."""
+    """The format of most quantized units, and these units; None where nothing is quantized."""
     units: dict[str, set[Unit]] = {fmt: set() for fmt in _FORMATS.values()}
     for spec in checkpoint.tensors.values():
         fmt = _FORMATS.get(spec.dtype)
@@ -179,7 +164,8 @@ def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
     return (fmt, frozenset(units[fmt])) if units[fmt] else (None, frozenset())
 
 
-def _layer_bytes(checkpoint: Checkpoint) -> tuple[LayerSize, ...]:
+def layer_sizes(checkpoint: Checkpoint) -> dict[int, LayerSize]:
+    """Sizes of each layer that has quantized linears; their scales count."""
     quantized: Counter[int] = Counter()
     bf16: Counter[int] = Counter()
     for spec in checkpoint.tensors.values():
@@ -191,21 +177,4 @@ def _layer_bytes(checkpoint: Checkpoint) -> tuple[LayerSize, ...]:
         elif spec.dtype in CODE_DTYPES:
             quantized[role.layer] += spec.nbytes
             bf16[role.layer] += spec.numel * (2 if spec.dtype == "U8" else 1) * ITEMSIZE["BF16"]
-    return tuple(
-        LayerSize(layer=layer, quantized=quantized[layer], bf16=bf16[layer])
-        for layer in sorted(quantized)
-    )
-
-
-def _declares_fp8_cache(checkpoint: Checkpoint) -> bool:
-    block = checkpoint.config.get("quantization_config")
-    return isinstance(block, dict) and bool(block.get("kv_cache_scheme"))
-
-
-def smallest_each(fits: Sequence[Fitting]) -> list[Fitting]:
-    """The fewest of each GPU among machines."""
-    fewest: dict[str, Fitting] = {}
-    for found in fits:
-        if found.gpu not in fewest or found.count < fewest[found.gpu].count:
-            fewest[found.gpu] = found
-    return list(fewest.values())
+    return {n: LayerSize(quantized=quantized[n], bf16=bf16[n]) for n in sorted(quantized)}

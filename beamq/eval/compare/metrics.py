@@ -1,16 +1,23 @@
-"""How far one model's next-token distributions are from another's: KL, perplexity, top tokens.
+"""How far a candidate is from the source: next-token distributions, hidden states, routers.
 
-In: FP32 logits [T, V] of the source ("base") and of a candidate, some tokens at a time, and the
-token that really follows each. Out: a few numbers a token (`TokenScores`), then a `Divergence`.
+In: logits, hidden states and router choices of both, batch by batch. Out: a `Divergence` of the
+distributions, and a `LayerError` for each layer; their figures are `Estimate`s.
 
-The one idea: logits are never stored. Each chunk of tokens is reduced to four numbers a token
-while it is there; log-softmax and sums are in FP64, so that the KL of nearly equal distributions
-is not the rounding error of two logarithms. Equal logits give exactly 0 and 100%.
+Three ideas.
 
-Measures that llama.cpp's perplexity tool prints have its names (KLD, PPL, Δp, same top p) and
-mean the same, natural logarithms and KL(base || candidate) included. One thing differs: that tool
-scores the second half of each context, here every position counts, and every position that is
-followed by a token of its row counts for perplexity and Δp.
+1. Logits are never stored. `TokenScores` reduces each chunk of tokens to a few numbers a token.
+   Log-softmax and sums are in FP64, or the KL of nearly equal distributions would be the rounding
+   error of two logarithms. Equal logits give exactly 0 and 100%.
+2. After layer l each token has a noise power |h' - h|^2 and a signal power |h|^2. The relative
+   error is the root of the ratio of their sums. Ratios of powers add up where noise is independent,
+   so a layer's `added` is the growth of that ratio over the layer, and all of them sum to the ratio
+   after the last layer. It may be negative: some layers average incoming noise away.
+3. A figure comes with its standard error over tokens, as if tokens were independent draws. Those of
+   one text are not: on text of another kind a figure can move by more than its standard error.
+
+Measures that llama.cpp's perplexity tool also prints have its names (KLD, PPL, Δp, same top p) and
+its meaning: natural logarithms, KL(base || candidate). That tool scores the second half of each
+context; here every position counts, for perplexity and Δp every one that a token follows.
 """
 
 from __future__ import annotations
@@ -26,29 +33,27 @@ from numpy.typing import NDArray
 
 from beamq.model.context import Observer
 
-# Figures with their standard errors over tokens.
-#
-# In: one FP64 number for each token. Out: an `Estimate` of a mean, a quantile, an RMS or a root
-# of a ratio of sums.
-#
-# Standard errors treat tokens as independent draws. Tokens of one text are not quite: with text of
-# another kind a figure can move by more than its standard error, with more of the same text hardly.
-# A largest value has no standard error; it is None there, and wherever there are fewer than two
-# tokens. Values that are not finite make the figure NaN, never a figure of the rest.
-
 Floats = NDArray[np.float64]
+TOP = 5
+CHUNK_ELEMENTS = 1 << 22  # FP64 temporaries of 32 MiB
+LAYER_CHUNK_ELEMENTS = 1 << 24
+KLD_SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
+HISTOGRAM_LOW, HISTOGRAM_HIGH, HISTOGRAM_STEP = -8.0, 2.0, 0.25  # log10 of nats
+
+
+# --- figures ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure and its standard error."""
+    """A figure and its standard error.
+
+    A largest value has no standard error, nor has a figure over fewer than two tokens. The figure
+    is NaN where a value is not finite; it is never a figure of the remaining values.
+    """
 
     value: float
     standard_error: float | None = None
-
-    def to_dict(self) -> dict[str, float | None]:
-        """For JSON; what is not finite becomes null there."""
-        return {"value": self.value, "standard_error": self.standard_error}
 
     def __format__(self, spec: str) -> str:
         """`0.0205 ± 0.0004` by the format of a number; a `+` there signs the value alone."""
@@ -132,15 +137,12 @@ def root_of_ratio(noise_T: Floats, signal_T: Floats) -> Estimate:
     return Estimate(value=root, standard_error=error / (2 * root))
 
 
-TOP = 5
-CHUNK_ELEMENTS = 1 << 22  # FP64 temporaries of 32 MiB
-KLD_SHARES = (0.5, 0.9, 0.99, 0.999, 1.0)
-HISTOGRAM_LOW, HISTOGRAM_HIGH, HISTOGRAM_STEP = -8.0, 2.0, 0.25  # log10 of nats
+# --- next-token distributions -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseScores:
-    """What the source says about a chunk of tokens; kept while the candidates are scored."""
+    """The source's scores of a chunk of T tokens, used for every candidate."""
 
     logp_TV: torch.Tensor
     p_TV: torch.Tensor
@@ -150,7 +152,7 @@ class BaseScores:
 
 
 def score_base(logits_TV: torch.Tensor, next_T: torch.Tensor) -> BaseScores:
-    """`next_T` is the token that follows each, or -1 where the row ends."""
+    """Scores of FP32 logits; `next_T` is the token that follows each, -1 at the end of a row."""
     logp_TV = logits_TV.double().log_softmax(-1)
     return BaseScores(
         logp_TV=logp_TV,
@@ -162,7 +164,7 @@ def score_base(logits_TV: torch.Tensor, next_T: torch.Tensor) -> BaseScores:
 
 
 class TokenScores:
-    """Scores of one candidate, a few numbers for each token seen so far."""
+    """A few numbers for each token that one candidate has been scored on."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
@@ -182,7 +184,7 @@ class TokenScores:
 
     @property
     def kld_T(self) -> Floats:
-        """KLD of each token so far."""
+        """KL divergence of each token so far, in nats."""
         return np.concatenate([part[0] for part in self._parts]).astype(np.float64)
 
     def result(self) -> Divergence:
@@ -211,16 +213,15 @@ class TokenScores:
             rms_delta_p=rms(change_N),
             same_top=mean(same_T),
             top5_overlap=mean(shared_T / self._top),
-            histogram=_histogram(kld_T),
+            kld_histogram=_histogram(kld_T),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Histogram:
-    """Tokens by log10 of their KL divergence, in steps of a quarter from `low` on.
+    """Tokens by log10 of their KL divergence: `counts` for each `step` from `low` on.
 
-    `counts` has one entry for each step; what is less (exact zeros too) or more than the ends is
-    in `below` and `above`.
+    `below` and `above` count the tokens outside, `below` with those whose KL is exactly 0.
     """
 
     low: float
@@ -234,8 +235,8 @@ class Histogram:
 class Divergence:
     """A candidate against the source. KLD in nats, probabilities and shares from 0 to 1.
 
-    `tokens` are behind KLD and top tokens, `predicted` (those a token follows in their row)
-    behind perplexity and Δp; `not_finite` counts tokens whose KLD is no number.
+    KLD and top tokens are over `tokens`; perplexity and Δp over `predicted`, the tokens that
+    another one follows in their row. `not_finite` counts tokens whose KLD is not a number.
     """
 
     tokens: int
@@ -254,11 +255,11 @@ class Divergence:
     rms_delta_p: Estimate
     same_top: Estimate
     top5_overlap: Estimate
-    histogram: Histogram
+    kld_histogram: Histogram
 
     @property
     def exact(self) -> bool:
-        """Whether not one token's distribution differs."""
+        """Whether every token has exactly the source's distribution."""
         return self.max_kld.value == 0.0 and not self.not_finite
 
 
@@ -267,7 +268,7 @@ def _top(logits_TV: torch.Tensor) -> torch.Tensor:
 
 
 def _of_next(logp_TV: torch.Tensor, next_T: torch.Tensor) -> torch.Tensor:
-    """log-probability of the token that follows; of token 0 where none does."""
+    """Log-probability of the token that follows; of token 0 at the end of a row."""
     return logp_TV.gather(1, next_T.clamp(min=0)[:, None])[:, 0]
 
 
@@ -291,40 +292,31 @@ def _histogram(kld_T: Floats) -> Histogram:
     )
 
 
-# What a candidate's hidden states and router choices are worth after each layer.
-#
-# In: hidden states of source and candidate behind the same layer, and both routers' choices, batch
-# by batch. Out: a `LayerError` for each layer.
-#
-# The one idea: after layer l each token has a noise power |h' - h|^2 and a signal power |h|^2. The
-# relative error is the root of the ratio of their sums. Ratios of powers add up where noise is
-# independent, so `added` is the growth of that ratio over the layer, and all of them sum to the
-# ratio behind the last layer. It is the layer's own damage together with what it makes of noise
-# that comes in (it may be negative: a layer that is sure of itself averages noise away).
-
-LAYER_CHUNK_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterAgreement:
-    """Both routers on the same token: share of tokens with the same experts, mean overlap."""
-
-    same_experts: Estimate
-    overlap: Estimate
+# --- hidden states and routers ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError:
-    """Behind one layer. `relative` and `sqnr_db` say the same; `sqnr_db` is None for no error.
+    """A candidate after one layer. `relative_error` and `sqnr_db` are the same figure; `sqnr_db` is
+    None where nothing differs.
 
-    `added` is the layer's part of relative**2. `router` is None for dense layers.
+    `added` is the layer's part of the squared relative error after the last layer, `share` that
+    part over the whole. `same_experts` is the share of tokens whose router chooses exactly the
+    source's experts, `expert_overlap` the share of the chosen experts in common; both are None for
+    dense layers. `compare` fills in `kind` ("sliding, sparse"), `share`, and the bytes of the
+    layer's quantized linears: `quantized_bytes`, and how many more they would take in BF16.
     """
 
     layer: int
-    relative: Estimate
+    kind: str = ""
+    relative_error: Estimate
     sqnr_db: float | None
     added: float
-    router: RouterAgreement | None
+    share: float = 0.0
+    same_experts: Estimate | None = None
+    expert_overlap: Estimate | None = None
+    quantized_bytes: int = 0
+    extra_bytes_in_bf16: int = 0
 
 
 class RouteRecorder(Observer):
@@ -352,14 +344,14 @@ class RouteRecorder(Observer):
 
 
 class Powers:
-    """Noise and signal of every token behind one layer, batch by batch."""
+    """Noise and signal of every token after one layer, collected batch by batch."""
 
     def __init__(self) -> None:
         self._noise: list[torch.Tensor] = []
         self._signal: list[torch.Tensor] = []
 
     def add(self, base_TK: torch.Tensor, other_TK: torch.Tensor) -> None:
-        """One batch's hidden states."""
+        """Add one batch's hidden states."""
         step = max(1, LAYER_CHUNK_ELEMENTS // base_TK.shape[1])
         for start in range(0, base_TK.shape[0], step):
             signal_TK = base_TK[start : start + step].float()
@@ -376,42 +368,44 @@ class Powers:
 
 
 def _power(x_TK: torch.Tensor) -> torch.Tensor:
-    """|x|^2 of each token: an FP32 norm, which is precise enough, squared in FP64."""
+    """|x|^2 of each token: an FP32 norm, which is accurate enough, squared in FP64."""
     norm_T: torch.Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
     return norm_T.double().square()
 
 
 def layer_error(
-    layer: int, powers: Powers, before: float, router: RouterAgreement | None
+    layer: int,
+    powers: Powers,
+    before: float,
+    base: Sequence[torch.Tensor] = (),
+    other: Sequence[torch.Tensor] = (),
 ) -> LayerError:
-    """`before` is the squared relative error behind the layer before."""
+    """`before` is the squared relative error after the previous layer; `base` and `other` are both
+    routers' choices [T, k] in all batches, empty for a dense layer."""
     relative = powers.relative()
     square = relative.value**2
+    share_T = _overlap(base, other) if base else None
     return LayerError(
         layer=layer,
-        relative=relative,
+        relative_error=relative,
         sqnr_db=sqnr_db(square),
         added=square - before,
-        router=router,
+        same_experts=None if share_T is None else mean(share_T == 1.0),
+        expert_overlap=None if share_T is None else mean(share_T),
     )
 
 
 def sqnr_db(noise_to_signal: float) -> float | None:
-    """Signal over noise in decibels; None where there is no noise, or no sense in it."""
+    """Signal over noise in decibels; None for no noise, and where the ratio is not finite."""
     if not noise_to_signal or not math.isfinite(noise_to_signal):
         return None
     return -10 * math.log10(noise_to_signal)
 
 
-def router_agreement(
-    base: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
-) -> RouterAgreement | None:
-    """Choices [T, k] of all batches of one layer; None for a layer without a router."""
-    if not base:
-        return None
+def _overlap(base: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> NDArray[Any]:
+    """For each token, the share of the chosen experts that both routers choose, in any order."""
     shares = []
     for base_Tk, other_Tk in zip(base, other, strict=True):
         shared_T = (base_Tk[:, :, None] == other_Tk[:, None, :]).sum((1, 2))
         shares.append((shared_T / base_Tk.shape[1]).cpu().numpy())
-    share_T = np.concatenate(shares)
-    return RouterAgreement(same_experts=mean(share_T == 1.0), overlap=mean(share_T))
+    return np.concatenate(shares)

@@ -1,19 +1,25 @@
-"""SENSITIVITY: what does each quantized part of the model cost on its own?
+"""SENSITIVITY: what does each quantized part of the model cost, and which parts are worth sparing?
 
-In: a source, a candidate made from it, a little text. Out: for each part (a layer's experts, dense
-MLP or attention) the KL from the source when only that part is quantized, and the bytes it saves.
+In: a source, a candidate made from it, a little text. Out: a `Sensitivity`: for each part (a
+layer's experts, dense MLP or attention) the KL from the source when only that part is quantized,
+and the bytes it saves; and from that a `Choice` of parts to keep in BF16, with its recipe.
 
     layer 0: source | part A of it quantized
     layer 1: source | A, as the source goes on | part B quantized | ...
 
-The one idea: a model with one quantized part is the source up to that part, so it branches off the
-source's own hidden states there and then goes the source's way. All branches advance together: one
-pass, each layer of both models read once. Beside the branches the candidate itself runs whole, to
-see how far the parts' losses add up to its own.
+Two ideas. A model with one quantized part equals the source up to that part, so it branches off
+the source's own hidden states there and then runs with the source's weights. All branches advance
+together, in one pass that reads each layer of both models once; the candidate itself runs along.
+
+A part is worth its bytes if it costs many nats for them, so parts are spared in the order of nats
+per byte. The rest is predicted by adding up: the candidate's own KL times the share of the parts'
+summed KL that is not spared. Losses do not quite add up, so the report shows how far their sum is
+from the measured whole, and a prediction is to be measured by `beamq compare`.
 
 Cost: with P parts, rows pass each layer P / 2 times on average, so a few rows are meant. Memory:
 one hidden state for each token and part.
-Limits: whole layers, one process. Losses are those of this text.
+Limits: whole parts, the only exclusions that both engines take (ADR 7); one process. Losses are
+those of this text.
 """
 
 from __future__ import annotations
@@ -33,7 +39,7 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
 from beamq.calib.options import DTYPES
 from beamq.devices import choose_device
-from beamq.errors import RecipeError, TensorError, UsageError
+from beamq.errors import RecipeError, TensorError, UsageError, counted
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.options import (
@@ -55,20 +61,8 @@ from beamq.options import from_keywords, takes
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
+from beamq.units import plain
 from beamq.version import __version__
-
-# Which parts to leave precise, from what each costs on its own: a choice and its recipe.
-#
-# In: a `Sensitivity`. Out: `Choice`s along a curve, and the YAML of a recipe that makes one of
-# them.
-#
-# The one idea: a part is worth its bytes if it costs many nats for them, so parts are spared in
-# the order of nats per byte. What is left is predicted by adding up: the candidate's own KL times
-# the share of the parts' summed KL that is not spared. Losses do not quite add, which is why the
-# whole is measured too; how far the sum is from it is shown.
-#
-# Parts are whole (a layer's experts, dense MLP or attention), the only lists that both engines take
-# (ADR 7). Nothing here runs a model; a predicted figure is to be measured by `beamq compare`.
 
 PATTERNS = {
     Role.EXPERT: "model.layers.{}.mlp.experts*",
@@ -80,36 +74,25 @@ NAMES = {Role.EXPERT: "experts", Role.DENSE_MLP: "dense MLP", Role.ATTENTION: "a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLoss:
-    """One part alone quantized: mean KL in nats a token, share of the same top token, bytes."""
+    """One part alone quantized: mean KL in nats a token, the share of tokens with the same top
+    token, and the part's bytes in high precision and as stored."""
 
     layer: int
-    role: Role
-    kld: Estimate
+    part: Role
+    mean_kld: Estimate
     same_top: Estimate
-    precise_nbytes: int
-    stored_nbytes: int
+    precise_bytes: int
+    stored_bytes: int
 
     @property
-    def extra_nbytes(self) -> int:
+    def extra_bytes(self) -> int:
         """What sparing it would add to the files."""
-        return self.precise_nbytes - self.stored_nbytes
+        return self.precise_bytes - self.stored_bytes
 
     @property
     def nats_per_gb(self) -> float:
-        """Nats that a decimal GB spent on this part buys."""
-        return max(self.kld.value, 0.0) / (max(self.extra_nbytes, 1) / 1e9)
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "layer": self.layer,
-            "part": self.role.value,
-            "mean_kld": self.kld.to_dict(),
-            "same_top": self.same_top.to_dict(),
-            "precise_bytes": self.precise_nbytes,
-            "stored_bytes": self.stored_nbytes,
-            "nats_per_gb": self.nats_per_gb,
-        }
+        """Nats that each decimal GB spent on this part saves."""
+        return max(self.mean_kld.value, 0.0) / (max(self.extra_bytes, 1) / 1e9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,53 +101,49 @@ class Choice:
 
     spared: tuple[PartLoss, ...]
     predicted_kld: float
-    tensor_nbytes: int
+    tensor_bytes: int
     bits_per_weight: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "spared": [{"layer": part.layer, "part": part.role.value} for part in self.spared],
-            "predicted_kld": self.predicted_kld,
-            "tensor_bytes": self.tensor_nbytes,
-            "bits_per_weight": self.bits_per_weight,
-        }
+        """Plain data, with layer and part of what is spared."""
+        spared = [{"layer": part.layer, "part": part.part.value} for part in self.spared]
+        return {**plain(replace(self, spared=())), "spared": spared}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What was measured. `recipe` is beamq.json's, or None; `whole` the candidate's own KL."""
+    """What was measured. `recipe` is beamq.json's, or None; `mean_kld` is the candidate's own."""
 
     source: str
     checkpoint: str
     format: str
-    recipe: Any
+    recipe: dict[str, Any] | None
     parts: tuple[PartLoss, ...]
-    whole: Estimate
+    mean_kld: Estimate
     parameters: int
-    tensor_nbytes: int
+    tensor_bytes: int
     data: Mapping[str, Any]
     settings: Mapping[str, Any]
     seconds: float
 
     @property
-    def sum_kld(self) -> float:
+    def sum_of_parts(self) -> float:
         """The parts' losses added up."""
-        return sum(max(part.kld.value, 0.0) for part in self.parts)
+        return sum(max(part.mean_kld.value, 0.0) for part in self.parts)
 
     def by_worth(self) -> list[PartLoss]:
-        """Parts by nats for each byte, most first."""
-        return sorted(self.parts, key=lambda p: (-p.nats_per_gb, p.layer, p.role.value))
+        """Parts by falling nats per byte."""
+        return sorted(self.parts, key=lambda each: (-each.nats_per_gb, each.layer, each.part.value))
 
     def sparing(self, parts: Sequence[PartLoss]) -> Choice:
         """The choice to spare `parts`."""
-        nbytes = self.tensor_nbytes + sum(part.extra_nbytes for part in parts)
-        spared = sum(max(part.kld.value, 0.0) for part in parts)
-        left = 1 - spared / self.sum_kld if self.sum_kld else 0.0
+        nbytes = self.tensor_bytes + sum(part.extra_bytes for part in parts)
+        spared = sum(max(part.mean_kld.value, 0.0) for part in parts)
+        left = 1 - spared / self.sum_of_parts if self.sum_of_parts else 0.0
         return Choice(
             spared=tuple(parts),
-            predicted_kld=max(self.whole.value * left, 0.0),
-            tensor_nbytes=nbytes,
+            predicted_kld=max(self.mean_kld.value * left, 0.0),
+            tensor_bytes=nbytes,
             bits_per_weight=8 * nbytes / self.parameters,
         )
 
@@ -174,20 +153,12 @@ class Sensitivity:
         return [self.sparing(order[:count]) for count in range(len(order) + 1)]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "source": self.source,
-            "checkpoint": self.checkpoint,
-            "format": self.format,
-            "mean_kld": self.whole.to_dict(),
-            "sum_of_parts": self.sum_kld,
-            "tensor_bytes": self.tensor_nbytes,
-            "parameters": self.parameters,
-            "parts": [part.to_dict() for part in self.parts],
-            "curve": [choice.to_dict() for choice in self.curve()],
-            "data": dict(self.data),
-            "settings": dict(self.settings),
-        }
+        """Plain data for JSON."""
+        data: dict[str, Any] = plain(self)
+        del data["recipe"], data["seconds"]
+        parts = [{**plain(part), "nats_per_gb": part.nats_per_gb} for part in self.parts]
+        curve = [choice.to_dict() for choice in self.curve()]
+        return {**data, "sum_of_parts": self.sum_of_parts, "parts": parts, "curve": curve}
 
 
 def choose(
@@ -199,9 +170,10 @@ def choose(
 ) -> Choice | None:
     """The choice that an option asks for; None without one.
 
-    `exclude_worst` spares so many parts with the largest KL; `max_kl` as few as bring the predicted
-    KL down to it; `target_bits` as many, by worth, as bits a weight allow. Raises `UsageError` for
-    more than one option, or what cannot be reached with anything left quantized.
+    `exclude_worst` spares that many parts with the largest KL; `max_kl` spares the fewest parts, by
+    worth, that bring the predicted KL down to it; `target_bits` spares all that these bits a weight
+    have room for. Raises `UsageError` for more than one option, and for what needs every part to be
+    spared.
     """
     given = [name for name in (exclude_worst, max_kl, target_bits) if name is not None]
     if len(given) > 1:
@@ -212,13 +184,15 @@ def choose(
                 f"--exclude-worst {exclude_worst}: expected from 1 to {len(found.parts) - 1}; the"
                 f" checkpoint has {len(found.parts)} quantized parts"
             )
-        worst = sorted(found.parts, key=lambda p: (-p.kld.value, p.layer, p.role.value))
+        worst = sorted(found.parts, key=lambda p: (-p.mean_kld.value, p.layer, p.part.value))
         return found.sparing(worst[:exclude_worst])
     if max_kl is not None:
         for choice in found.curve()[:-1]:
             if choice.predicted_kld <= max_kl:
                 return choice
-        raise UsageError(f"--max-kl {max_kl:g}: only a model with nothing quantized is that close")
+        raise UsageError(
+            f"--max-kl {max_kl:g}: only a model with nothing quantized is that close to the source"
+        )
     if target_bits is not None:
         return _within(found, target_bits)
     return None
@@ -244,20 +218,20 @@ def sparing_recipe(found: Sensitivity, choice: Choice) -> Recipe:
     try:
         data = parse_recipe(found.recipe or {}, origin="beamq.json").to_dict()
     except (RecipeError, AttributeError, TypeError):
-        roles = dict.fromkeys(part.role.value for part in found.parts)
+        roles = dict.fromkeys(part.part.value for part in found.parts)
         data = {"name": found.format, "rules": dict.fromkeys(roles, found.format)}
-    patterns = [PATTERNS[part.role].format(part.layer) for part in choice.spared]
+    patterns = [PATTERNS[part.part].format(part.layer) for part in choice.spared]
     data["exclude"] = [*data.get("exclude", ()), *patterns]
     data["name"] = f"{str(data['name'])[:80]}-spared"
     data["summary"] = (
-        f"{len(patterns)} parts left precise by sensitivity; predicted mean KLD"
-        f" {choice.predicted_kld:.4f} nats, {choice.bits_per_weight:.2f} bits a weight."
+        f"{counted(len(patterns), 'part')} kept in high precision by sensitivity; predicted mean"
+        f" KLD {choice.predicted_kld:.4f} nats, {choice.bits_per_weight:.2f} bits a weight."
     )
     return parse_recipe(data, origin="sensitivity")
 
 
 def recipe_yaml(recipe: Recipe) -> str:
-    """The recipe as a file to give to `--recipe`."""
+    """The recipe as a file for `--recipe`."""
     import yaml  # only where a recipe is written
 
     data = {key: value for key, value in recipe.to_dict().items() if value not in ([], None)}
@@ -277,7 +251,7 @@ States = list[torch.Tensor]
 def sensitivity(
     source: str | Path, checkpoint: str | Path, **keywords: Unpack[SensitivityKeywords]
 ) -> Sensitivity:
-    """Run the parts of `checkpoint` one at a time in place of `source`'s.
+    """Measure each quantized part of `checkpoint` alone, in place of `source`'s.
 
     See `SensitivityOptions` and `SensitivityEvents` for the keywords. Raises `UsageError` for
     options and for several processes, `TensorError` for a checkpoint with nothing quantized,
@@ -322,17 +296,17 @@ def sensitivity(
         parts=tuple(
             PartLoss(
                 layer=layer,
-                role=role,
-                kld=scores[layer, role].result().mean_kld,
+                part=role,
+                mean_kld=scores[layer, role].result().mean_kld,
                 same_top=scores[layer, role].result().same_top,
-                precise_nbytes=sizes[0][layer, role],
-                stored_nbytes=sizes[1][layer, role],
+                precise_bytes=sizes[0][layer, role],
+                stored_bytes=sizes[1][layer, role],
             )
             for layer, role in sorted(units)
         ),
-        whole=scores[None].result().mean_kld,
+        mean_kld=scores[None].result().mean_kld,
         parameters=sum(spec.numel for spec in base.tensors.values()),
-        tensor_nbytes=sum(spec.nbytes for spec in other.tensors.values()),
+        tensor_bytes=sum(spec.nbytes for spec in other.tensors.values()),
         data={**text.record, "notes": list(text.notes)},
         settings={
             "beamq": __version__,
@@ -346,7 +320,7 @@ def sensitivity(
 
 
 class _Branches:
-    """The source's states, those of each branch (by unit), and the candidate's own (None)."""
+    """One run. Each branch has its unit as a key; None is the key of the candidate itself."""
 
     def __init__(
         self,
@@ -394,7 +368,7 @@ class _Branches:
                 base = weights
                 continue
             if base is None:
-                raise RuntimeError("a candidate's layer before the source's")
+                raise RuntimeError("a candidate's layer came before the source's")
             mine = [unit for unit in sorted(self._units) if unit[0] == index]
             fresh: dict[Unit | None, States] = {
                 unit: self._apply(source, _mixed(base, weights, unit[1])) for unit in mine
@@ -435,7 +409,7 @@ class _Branches:
 
 
 def _mixed(base: LayerWeights, other: LayerWeights, role: Role) -> LayerWeights:
-    """`base` with one part of `other`; norms and router stay the source's."""
+    """The layer `base` with one part of `other`; norms and router stay those of `base`."""
     if role is Role.ATTENTION:
         theirs = other.attention
         return replace(

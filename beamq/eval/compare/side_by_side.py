@@ -1,23 +1,25 @@
 """Several models side by side: the same tokens through each, one layer of each at a time.
 
-In: opened checkpoints, the source first, and rows of token ids. Out: for each candidate what the
-watchers of this package say of its logits, hidden states, routers and weights.
+In: opened checkpoints, the source first, and rows of token ids. Out: `Findings` on each candidate's
+logits, hidden states, routers and weights.
 
     layer 0 of source, of candidate 1, of candidate 2;  layer 1 of source, of candidate 1, ...
 
-Beside each quantized candidate runs the source with that candidate's activations (`floor`): what it
-loses no better weights could win back. It costs another forward pass, and no reading.
+The one idea: all models advance together, so both sides of every comparison are in memory at once
+and nothing is kept for later: no logits, no hidden states of earlier layers, no second read of
+weights. Memory holds the source's layer, one candidate's and the one that is being read, however
+many layers or candidates there are; and for each token one hidden state of each model.
 
-The one idea: all models advance together, so every comparison happens while both sides are there
-and nothing is stored for later: no logits, no hidden states of layers gone by, no second read of
-weights. In memory are the source's layer, one candidate's and the one that is being read ahead,
-however many layers or candidates there are; of each token, one hidden state for each model.
+For each quantized candidate the source runs once more with exact weights and that candidate's
+quantized activations (`floor`). A weight defines how its input is quantized (FP8 by token, NVFP4 by
+`input_scale`), so `ServedWeight`, an exact weight with a quantized one attached, is all that the
+pass needs. Its KL is the part of the loss that no better weights can win back.
 
-Under torchrun each process reads and holds a range of every sparse layer's experts and all of the
-rest. Sums over experts are handed on in the order of experts (ADR 9), in the floor's pass too, and
-all else is computed alike at every rank, so findings are to the bit those of one process.
+Under torchrun each process reads and holds a range of every sparse layer's experts and all other
+weights. Sums over experts are passed on in the order of experts (ADR 9), in the floor's pass too,
+and every rank computes the rest in the same way, so findings equal those of one process to the bit.
 
-Limits: experts are not sliced further; what is not experts is neither divided nor read only once.
+Limits: experts are not sliced further; every rank reads and computes everything but experts.
 """
 
 from __future__ import annotations
@@ -42,7 +44,6 @@ from beamq.eval.compare.metrics import (
     TokenScores,
     layer_error,
     ratio_of_means,
-    router_agreement,
     score_base,
 )
 from beamq.eval.compare.weight_error import changed_tensors, weight_errors
@@ -62,19 +63,12 @@ from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.model.moe import ExpertSlice
 from beamq.ranks import Ranks, current_ranks
 
-# Exact weights, activations as served: the part of a loss that no better weights can win back.
-#
-# In: a layer of the source and the same layer of a candidate. Out: a layer with the source's
-# weights whose inputs are quantized as the candidate's are, and the GEMM that does so.
-#
-# The one idea: a weight says how its input is quantized (FP8 by token, NVFP4 by `input_scale`), so
-# an exact weight that carries a quantized one beside it is all that a forward pass needs. The KL of
-# such a pass is the floor beside every W4A4 figure: what is above it is due to weights.
+# --- exact weights with quantized activations ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedWeight(DenseWeight):
-    """An exact weight, read through activations that are quantized as in front of `like`."""
+    """An exact weight whose inputs are quantized as those of the quantized weight `like`."""
 
     like: LinearWeight
 
@@ -99,9 +93,9 @@ class ActivationsOnlyGemm(Gemm):
 
 
 def with_served_inputs(base: LayerWeights, candidate: LayerWeights) -> LayerWeights:
-    """`base` with the inputs of what `candidate` has quantized served as there.
+    """The layer `base`, where each linear quantizes its inputs as `candidate`'s does.
 
-    Both must be whole layers (no slices), `base` unquantized.
+    Both must hold the same experts, and `base` must be unquantized.
     """
     attention = replace(
         base.attention,
@@ -118,7 +112,7 @@ def with_served_inputs(base: LayerWeights, candidate: LayerWeights) -> LayerWeig
         parts = zip(tuple(base.mlp.experts), tuple(candidate.mlp.experts), strict=True)
         mlp = replace(base.mlp, experts=tuple(_pair_experts(*pair) for pair in parts))
     else:
-        raise TypeError("layers of two kinds cannot be paired")
+        raise TypeError("a dense and a sparse layer cannot be paired")
     return replace(base, attention=attention, mlp=mlp)
 
 
@@ -145,9 +139,7 @@ def _served(x_TK: torch.Tensor, weight: ServedWeight) -> torch.Tensor:
     return quantized.operand_TK.float().mul_(quantized.scale).to(x_TK.dtype)
 
 
-# Can checkpoints run side by side: are they of one model, and the same at every rank?
-#
-# In: configs of a source and of a candidate; opened checkpoints. Out: nothing, or an error.
+# --- can these checkpoints run side by side? -----------------------------------------------------
 
 SHAPES = (
     "hidden_size",
@@ -165,7 +157,7 @@ SHAPES = (
 
 
 def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
-    """Raise `ConfigError` unless both configs are of one model's shapes."""
+    """Raise `ConfigError` unless both configs describe the same shapes."""
     for key in SHAPES:
         if getattr(base, key) != getattr(other, key):
             raise ConfigError(
@@ -175,14 +167,15 @@ def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
 
 
 def expect_same_files(checkpoints: Sequence[Checkpoint], ranks: Ranks) -> None:
-    """Raise `EnvironmentFault` at all ranks unless all have opened the same, as headers tell."""
+    """Raise `EnvironmentFault` at every rank unless the headers show the same files at each."""
     if ranks.world == 1:
         return
     seen = ranks.gather([checkpoint.layout_digest() for checkpoint in checkpoints])
     for checkpoint, digests in zip(checkpoints, zip(*seen, strict=True), strict=True):
         if len(set(digests)) > 1:
             raise EnvironmentFault(
-                f"{checkpoint.name}: the ranks do not see the same files; all need the same folders"
+                f"{checkpoint.name}: the ranks do not see the same files; give every rank the same"
+                " folders"
             )
 
 
@@ -228,9 +221,9 @@ HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
-    """How to run: activation dtype, device, and the GEMM of the candidates.
+    """How to run: dtype of activations, device, and the GEMM of the candidates.
 
-    `floor` says whether exact weights under served activations are to be run as well.
+    `floor` says whether the source also runs with the candidates' quantized activations.
     """
 
     dtype: torch.dtype
@@ -252,12 +245,12 @@ def run_side_by_side(
 ) -> list[Findings]:
     """Findings for each candidate, the same at every rank. Rows of `ids_BT` are whole sequences.
 
-    `ranks` are those of torchrun unless given; all must call this, and the first one's rows are
-    used. `sums`, one for each candidate, look at every tensor that is read. `on_start` is called
-    at the first rank when the models are known to fit each other and before work, `progress` with
-    bytes of weights that were run and that will be in all. Raises `ConfigError` for a candidate
-    that is another model, what loading raises (at all ranks what it raised at one), and
-    `EnvironmentFault` where another rank sees other files or fails in other ways.
+    `ranks` are torchrun's unless given; all must call this, and the first one's rows are used.
+    `sums`, one for each candidate, check every tensor that is read. `on_start` is called at the
+    first rank once the models are known to match; `progress` gets the bytes of weights that have
+    run, and the total. Raises `ConfigError` for a candidate that is another model, what loading
+    raises (at every rank what it raised at one), and `EnvironmentFault` where a rank sees other
+    files or is lost.
     """
     ranks = current_ranks() if ranks is None else ranks
     ids_BT = ranks.gather(ids_BT)[0]
@@ -273,11 +266,12 @@ def run_side_by_side(
         with ranks.agreeing():
             run.heads()
     found = [candidate.findings() for candidate in run.candidates]
-    for candidate, findings in zip(run.candidates[1:], found[1:], strict=True):
-        first = run.candidates[0].scores
-        findings.kld_ratio = ratio_of_means(candidate.scores.kld_T, first.kld_T)
-    for findings, each in zip(found, sums, strict=False):  # there may be none
-        findings.damaged = each.damaged
+    for place in range(1, len(found)):
+        first, own = (run.candidates[n].scores.kld_T for n in (0, place))
+        found[place] = replace(found[place], kld_ratio_to_first=ratio_of_means(own, first))
+    if sums:
+        pairs = zip(found, sums, strict=True)
+        found = [replace(findings, damaged=each.damaged) for findings, each in pairs]
     return found if ranks.world == 1 else of_all_ranks(ranks.gather(found))
 
 
@@ -285,7 +279,7 @@ def run_side_by_side(
 def _loaders(
     checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadChecksums]
 ) -> Iterator[list[LayerLoader]]:
-    """One for each model, the source's first. Raises `ConfigError` for one that is another."""
+    """One for each checkpoint. Raises `ConfigError` for a candidate that is another model."""
     configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
     for checkpoint, config in zip(checkpoints[1:], configs[1:], strict=True):
         expect_alike(configs[0], config, checkpoint.name)
@@ -315,7 +309,7 @@ class _SideBySide:
         self._loaders = loaders
         self._config = loaders[0].config
         self._ranks = ranks
-        # Undivided: each rank has all states and choices, and says of them what one process would.
+        # Undivided: every rank has all states and choices, and finds what one process would.
         self._exchange = exchange_for(ranks, self._config, divided=False)
         rows = max(1, BATCH_TOKENS // ids_BT.shape[1])
         self._rows = torch.from_numpy(ids_BT).split_with_sizes(_equal_parts(len(ids_BT), rows))
@@ -333,7 +327,7 @@ class _SideBySide:
         self._compare_embeddings()
 
     def _floor(self, loader: LayerLoader, options: StreamOptions) -> LayerPass | None:
-        """The source once more, with the activations of a candidate that has any quantized."""
+        """A pass of the source with the candidate's activations, if it quantizes any."""
         exact = isinstance(options.gemm, ReferenceGemm) and not options.gemm.quantize_activations
         source, candidate = (stored_units(each.checkpoint) for each in (self._loaders[0], loader))
         if exact or not options.floor or source[1] or not candidate[1]:
@@ -352,11 +346,11 @@ class _SideBySide:
         for candidate, run in zip(self.candidates, self._passes[1:], strict=True):
             for number in range(len(self._rows)):
                 if not torch.equal(self._passes[0].states.get(number), run.states.get(number)):
-                    candidate.changed.append("model.embed_tokens.weight")
+                    candidate.not_the_sources.append("model.embed_tokens.weight")
                     break
 
     def layers(self, progress: Callable[[int, int], None] | None) -> None:
-        """All models through all layers, comparing behind each."""
+        """Run all models through all layers and compare them after each."""
         total = sum(
             spec.nbytes for loader in self._loaders for spec in loader.checkpoint.tensors.values()
         )
@@ -374,14 +368,14 @@ class _SideBySide:
                     if floor is not None:
                         floor.apply(with_served_inputs(base, weights))
             if place == models - 1:
-                base = None  # or it would live on while the next layer is waited for
+                base = None  # free it before waiting for the next layer
             del weights
             if progress is not None:
                 done = index * models + place + 1
                 progress(total * done // (self._config.num_layers * models), total)
 
     def _turns(self) -> Iterator[tuple[int, int, LayerWeights]]:
-        """`in_turns`. What cannot be read at one rank ends the run at all of them, by its error."""
+        """`in_turns`; an error in reading at one rank is raised at all of them."""
         with closing(in_turns(self._streams)) as turns:
             while True:
                 with self._ranks.agreeing():
@@ -389,7 +383,7 @@ class _SideBySide:
                 if turn is None:
                     return
                 yield turn
-                del turn  # before the next one is asked for, or two would live
+                del turn  # before the next one is read, or two would be in memory
 
     def _compare(
         self,
@@ -403,13 +397,13 @@ class _SideBySide:
         powers = Powers()
         for number in range(len(self._rows)):
             powers.add(self._passes[0].states.get(number), self._passes[place].states.get(number))
-        router = router_agreement(base_chosen, candidate.routes.take())
-        candidate.layers.append(layer_error(index, powers, candidate.square, router))
-        candidate.weights += weight_errors(base, weights, self._config)
-        candidate.changed += changed_tensors(base, weights)
+        chosen = candidate.routes.take()
+        candidate.layers.append(layer_error(index, powers, candidate.square, base_chosen, chosen))
+        candidate.linears += weight_errors(base, weights, self._config)
+        candidate.not_the_sources += changed_tensors(base, weights)
 
     def heads(self) -> None:
-        """Logits of all models, some tokens at a time, reduced to scores at once."""
+        """Compute logits of all models, a few tokens at a time, and reduce them to scores."""
         heads = [loader.head() for loader in self._loaders]
         self._compare_heads(heads)
         step = max(1, HEAD_ELEMENTS // self._config.vocab_size)
@@ -453,9 +447,9 @@ class _SideBySide:
     def _compare_heads(self, heads: Sequence[Head]) -> None:
         for candidate, head in zip(self.candidates, heads[1:], strict=True):
             if not torch.equal(heads[0].norm, head.norm):
-                candidate.changed.append("model.norm.weight")
+                candidate.not_the_sources.append("model.norm.weight")
             if not torch.equal(heads[0].output_VK, head.output_VK):
-                candidate.changed.append("lm_head.weight")
+                candidate.not_the_sources.append("lm_head.weight")
 
 
 def _equal_parts(count: int, most: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""The text of a comparison: rows of token ids, their record, and whether they are fair to use.
+"""The text of a comparison: rows of token ids, and whether a candidate was calibrated on them.
 
-In: `--data` specs and the source's tokenizer, or token ids of the caller's. Out: a `Text`; and for
-a candidate's beamq.json, whether it was calibrated on what it is now judged by.
+In: `--data` specs and the source's tokenizer, or the caller's token ids; a candidate's manifest.
+Out: a `Text`, and notes on text that calibration and comparison share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from beamq.calib.data import CalibrationData, default_text, ids_digest, load_calibration_data
+from beamq.calib.data import default_text, ids_digest, load_calibration_data
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.manifest import Manifest
@@ -23,7 +23,7 @@ DEFAULT_KIND = "standard library"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Rows of token ids [S, T], their record, and where they came from if not from the caller."""
+    """Rows of token ids [S, T], their record for the report, and notes on how they were read."""
 
     ids_BT: NDArray[np.int64]
     record: dict[str, Any]
@@ -33,7 +33,8 @@ class Text:
 def read_text(
     checkpoint: Checkpoint, data: Sequence[str], size: tuple[int, int], seed: int
 ) -> Text:
-    """Rows from `data`, or from the half of the default text that calibration does not use."""
+    """`size` (rows, tokens of each) of `data`, or of the half of the default text that calibration
+    does not use. Raises `UsageError` for rows of one token, `CalibrationError` for data."""
     samples, length = size
     if length < 2:
         raise UsageError(f"sequence length is {length}, expected at least 2 to predict a token")
@@ -45,12 +46,9 @@ def read_text(
         seed=seed,
         split="evaluation",
     )
-    return Text(ids_BT=read.input_ids, record=_record(read), notes=read.notes)
-
-
-def _record(read: CalibrationData) -> dict[str, Any]:
-    sources = [source.name for source in read.sources]
-    return {"description": ", ".join(sources), **read.to_dict()}
+    description = ", ".join(source.name for source in read.sources)
+    record = {"description": description, **read.to_dict()}
+    return Text(ids_BT=read.input_ids, record=record, notes=read.notes)
 
 
 def given_text(input_ids: NDArray[np.int64]) -> Text:
@@ -70,24 +68,24 @@ def given_text(input_ids: NDArray[np.int64]) -> Text:
 
 
 def overlap_notes(manifest: Manifest | None, record: Mapping[str, Any]) -> list[str]:
-    """Whether a candidate was calibrated on the text it is judged by, by digests."""
+    """Whether digests show that a candidate was calibrated on the text it is judged by."""
     entries = _objects(None if manifest is None else manifest.input_scales.get("data"))
     if not entries:
         return []
     theirs = [source for entry in entries for source in _objects(entry.get("sources"))]
     ours = record["sources"]
     if _digests([record, *ours]) & _digests([*entries, *theirs]):
-        return ["it was calibrated on this very text, which flatters its figures; use other data"]
+        return ["it was calibrated on this very text, which improves its figures; use other data"]
     default = all(source.get("kind") == DEFAULT_KIND for source in [*ours, *theirs])
     if default and ours and theirs:
         halves = [default_text(split).digests() for split in ("calibration", "evaluation")]
         if not halves[0] & halves[1]:
-            return ["calibrated on the other half of the default text; no file in common (digests)"]
-    return ["calibrated on other data; whether it shares documents with this text is not known"]
+            return ["calibrated on the other half of the default text; the digests share no file"]
+    return ["calibrated on other data; whether that shares documents with this text is not known"]
 
 
 def _objects(value: Any) -> list[Mapping[str, Any]]:
-    """beamq.json may be a stranger's: what is no list of objects is none."""
+    """The objects of a list; none for anything else, as a stranger's beamq.json may hold."""
     if not isinstance(value, list):
         return []
     return [entry for entry in value if isinstance(entry, Mapping)]

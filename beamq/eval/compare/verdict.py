@@ -1,17 +1,18 @@
-"""The answer in words: is it safe to serve, which layers hurt, what would BF16 there cost?
+"""The verdict in words: safe to serve or not, which layers hurt, what BF16 there would cost.
 
-In: a candidate's figures, bounds and sizes. Out: a `SafetyVerdict`. Every sentence states figures;
-a figure that has no bound is told without a judgement.
+In: a candidate's findings, bounds and sizes. Out: a `SafetyVerdict`. Every sentence states
+figures; a figure without a bound is stated and not judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from beamq.errors import counted
 from beamq.eval.compare.findings import Breach, Findings, Limits, breaches, parting_layer
 from beamq.eval.compare.footprint import Fitting, Footprint, smallest_each
-from beamq.eval.compare.metrics import Divergence
-from beamq.eval.compare.records import LayerDamage, SafetyVerdict
+from beamq.eval.compare.metrics import Divergence, LayerError
+from beamq.eval.compare.records import SafetyVerdict
 from beamq.io.safetensors_header import few
 from beamq.units import show_bytes
 
@@ -27,19 +28,18 @@ CLOSE = 2.0  # standard errors within which a figure and its bound cannot be tol
 def judge(
     findings: Findings,
     limits: Limits,
-    damage: Sequence[LayerDamage],
     source: Footprint,
     own: Footprint,
     newly_fits: Sequence[Fitting],
 ) -> SafetyVerdict:
-    """The verdict on one candidate."""
+    """The verdict on one candidate, whose layers are complete with their sizes."""
     broken = breaches(findings, limits.bounds)
     seen = findings.divergence
     parts = [
         _accuracy(seen, limits),
         *_close_calls(seen, limits),
         *(["Out of bounds: " + "; ".join(breach.text for breach in broken) + "."] * bool(broken)),
-        _layers(damage, own),
+        _layers(findings.layers, own),
         _size(source, own, newly_fits),
     ]
     safe = _safe(seen, limits, broken)
@@ -47,13 +47,15 @@ def judge(
     headline = _headline(safe, seen, broken, parting)
     if findings.damaged:
         safe, headline = False, _damage(findings.damaged)
-        parts.insert(0, "All figures are those of a damaged copy.")
+        parts.insert(0, "All figures describe a damaged copy.")
     return SafetyVerdict(
         safe=safe,
         headline=headline,
         text=" ".join(part for part in parts if part),
         breaches=broken,
         parting_layer=parting,
+        bounds_of=limits.recipe,
+        bounds=limits.bounds,
     )
 
 
@@ -69,20 +71,19 @@ def _headline(
     safe: bool | None, seen: Divergence, broken: Sequence[Breach], parting: int | None
 ) -> str:
     if safe is False:
-        where = "" if parting is None else f"; it parts from the source at layer {parting}"
+        where = "" if parting is None else f"; it departs from the source at layer {parting}"
         return f"Not safe to serve: {broken[0].text}{where}."
     if seen.exact:
-        return "Safe to serve: every distribution is exactly the source's."
+        return "Safe to serve: all next-token distributions are exactly the source's."
     if safe is None:
         return "Not judged: nothing is quantized here, so no recipe's bounds apply."
     return "Safe to serve: every figure is within the bounds of its recipe."
 
 
 def _damage(names: Sequence[str]) -> str:
-    plural = "s are" if len(names) > 1 else " is"
     return (
-        f"Not safe to serve: {len(names)} tensor{plural} not what beamq.json records"
-        f" ({few(names)}); `beamq verify` tells more."
+        f"Not safe to serve: {counted(len(names), 'tensor does', 'tensors do')} not match the"
+        f" checksums in beamq.json ({few(names)}); `beamq verify` says more."
     )
 
 
@@ -107,8 +108,8 @@ def _close_calls(seen: Divergence, limits: Limits) -> list[str]:
         ("same top token", seen.same_top, limits.bounds.same_top),
     )
     return [
-        f"The {name} is too close to its bound to be sure on {seen.tokens:,} tokens; use more"
-        " --samples."
+        f"The {name} is too close to its bound for a sure verdict on {seen.tokens:,} tokens; use"
+        " more --samples."
         for name, found, limit in pairs
         if limit is not None
         and found.standard_error
@@ -116,28 +117,32 @@ def _close_calls(seen: Divergence, limits: Limits) -> list[str]:
     ]
 
 
-def _layers(damage: Sequence[LayerDamage], own: Footprint) -> str:
-    """The quantized layers that hurt most, and what BF16 would cost there."""
-    hurting = sorted((layer for layer in damage if layer.extra_bytes), key=lambda d: -d.added)
-    worst = [layer for layer in hurting[:NAMED_LAYERS] if layer.added > 0]
+def _layers(layers: Sequence[LayerError], own: Footprint) -> str:
+    """The quantized layers that hurt most, and what BF16 would cost there.
+
+    Their share is of what all layers add: layers that reduce the error do not count, or the share
+    could be more than all of it.
+    """
+    hurting = sorted((layer for layer in layers if layer.added > 0), key=lambda each: -each.added)
+    worst = [layer for layer in hurting if layer.extra_bytes_in_bf16][:NAMED_LAYERS]
     if not worst:
         return ""
-    share = sum(layer.share for layer in worst)
-    extra = sum(layer.extra_bytes for layer in worst)
-    plural = "s" if len(worst) > 1 else ""
-    verb = "adds" if len(worst) == 1 else "add"
+    share = sum(layer.added for layer in worst) / sum(layer.added for layer in hurting)
+    extra = sum(layer.extra_bytes_in_bf16 for layer in worst)
     names = listed([str(layer.layer) for layer in worst])
+    one = len(worst) == 1
     return (
-        f"Layer{plural} {names} {verb} {share:.0%} of the error in the hidden states; kept in"
-        f" BF16, {'they' if plural else 'it'} would take {show_bytes(extra)} more"
-        f" ({extra / own.tensors:+.0%})."
+        f"{'Layer' if one else 'Layers'} {names} {'adds' if one else 'add'} {share:.0%} of the"
+        f" error in the hidden states; kept in BF16, {'it' if one else 'they'} would take"
+        f" {show_bytes(extra)} more ({extra / own.tensor_bytes:+.0%})."
     )
 
 
 def _size(source: Footprint, own: Footprint, newly_fits: Sequence[Fitting]) -> str:
     text = (
-        f"It takes {show_bytes(own.disk)} on disk, {own.disk / source.disk:.0%} of the source;"
-        f" {own.bits_per_weight:.2f} bits a weight."
+        f"It takes {show_bytes(own.disk_bytes)} on disk,"
+        f" {own.disk_bytes / source.disk_bytes:.0%} of the source; {own.bits_per_weight:.2f} bits a"
+        " weight."
     )
     if newly_fits:
         machines = listed([f"{found.count} x {found.label}" for found in smallest_each(newly_fits)])

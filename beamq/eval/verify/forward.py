@@ -112,9 +112,9 @@ def _record(findings: Findings, limits: Limits, ledger: Ledger) -> None:
 
 def _passes(findings: Findings, limits: Limits) -> dict[str, str]:
     """What each check says where nothing is out of bounds."""
-    seen, bounds, floor = findings.divergence, limits.bounds, findings.activations_kld
-    overlaps = [each.router.overlap.value for each in findings.layers if each.router]
-    worst = max((weight.relative_rms for weight in findings.weights), default=0.0)
+    seen, bounds, floor = findings.divergence, limits.bounds, findings.activations_only_kld
+    overlaps = [each.expert_overlap.value for each in findings.layers if each.expert_overlap]
+    worst = max((each.relative_rms for each in findings.linears), default=0.0)
     router = f"{min(overlaps):.1%} at the worst" if overlaps else "no routers"
     alone = "" if floor is None else f", {floor.value:.4f} by activations alone"
     return {

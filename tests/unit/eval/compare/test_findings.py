@@ -16,7 +16,6 @@ from beamq.eval.compare.metrics import (
     Divergence,
     Estimate,
     LayerError,
-    RouterAgreement,
     TokenScores,
     score_base,
 )
@@ -50,24 +49,22 @@ def divergence(noise: float = 0.0) -> Divergence:
 
 
 def layer(index: int, relative: float, added: float, overlap: float | None) -> LayerError:
-    router = None
-    if overlap is not None:
-        share = Estimate(value=overlap, standard_error=0.0)
-        router = RouterAgreement(same_experts=share, overlap=share)
+    share = None if overlap is None else Estimate(value=overlap, standard_error=0.0)
     return LayerError(
         layer=index,
-        relative=Estimate(value=relative, standard_error=0.0),
+        relative_error=Estimate(value=relative, standard_error=0.0),
         sqnr_db=20.0,
         added=added,
-        router=router,
+        same_experts=share,
+        expert_overlap=share,
     )
 
 
 SOUND = Findings(
     divergence=divergence(),
     layers=(layer(0, 0.01, 1e-4, None), layer(1, 0.02, 3e-4, 0.99), layer(2, 0.03, 5e-4, 0.98)),
-    weights=(LINEAR,),
-    changed=(),
+    linears=(LINEAR,),
+    not_the_sources=(),
 )
 
 
@@ -115,32 +112,27 @@ def test_whose_bounds() -> None:
 
 def test_what_breaks_them() -> None:
     assert breaches(SOUND, BOUNDS) == ()
-    lost = replace_findings(divergence=divergence(2.0))
+    lost = replace(SOUND, divergence=divergence(2.0))
     assert [breach.measure for breach in breaches(lost, BOUNDS)] == ["mean_kld", "same_top"]
     assert breaches(lost, Bounds()) == ()
     low = layer(2, 0.03, 5e-4, 0.5)
-    routed = breaches(replace_findings(layers=(*SOUND.layers[:2], low)), BOUNDS)
+    routed = breaches(replace(SOUND, layers=(*SOUND.layers[:2], low)), BOUNDS)
     assert [(breach.measure, breach.layer) for breach in routed] == [("router_overlap", 1)]
     broken = replace(LINEAR, relative_rms=math.nan)
-    weights = breaches(replace_findings(weights=(broken,)), BOUNDS)
+    weights = breaches(replace(SOUND, linears=(broken,)), BOUNDS)
     assert [(breach.measure, breach.layer) for breach in weights] == [("weight_error", 2)]
-    changed = replace_findings(changed=("lm_head.weight", "model.layers.1.mlp.gate.weight"))
+    changed = replace(SOUND, not_the_sources=("lm_head.weight", "model.layers.1.mlp.gate.weight"))
     assert [(b.measure, b.layer) for b in breaches(changed, BOUNDS)] == [("unquantized", None)]
     assert "1 more" in breaches(changed, BOUNDS)[0].text
 
 
-def replace_findings(**changes: object) -> Findings:
-    fields = {name: getattr(SOUND, name) for name in ("divergence", "layers", "weights", "changed")}
-    return Findings(**{**fields, **changes})  # type: ignore[arg-type]
-
-
 def test_where_the_streams_part() -> None:
     assert parting_layer(SOUND, ()) == 1  # the first that loses half of what the worst does
-    jump = replace_findings(
-        layers=(*SOUND.layers[:1], layer(1, 0.5, 0.25, 0.9), layer(2, 0.6, 0.11, 0.5))
+    jump = replace(
+        SOUND, layers=(*SOUND.layers[:1], layer(1, 0.5, 0.25, 0.9), layer(2, 0.6, 0.11, 0.5))
     )
     assert parting_layer(jump, ()) == 1
-    lost = replace_findings(layers=(layer(0, np.nan, np.nan, None), *SOUND.layers[1:]))
+    lost = replace(SOUND, layers=(layer(0, np.nan, np.nan, None), *SOUND.layers[1:]))
     assert parting_layer(lost, breaches(lost, BOUNDS)) == 0
-    exact = replace_findings(layers=(layer(0, 0.0, 0.0, None),))
+    exact = replace(SOUND, layers=(layer(0, 0.0, 0.0, None),))
     assert parting_layer(exact, ()) is None

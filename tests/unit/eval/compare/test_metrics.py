@@ -19,7 +19,6 @@ from beamq.eval.compare.metrics import (
     quantiles,
     rms,
     root_of_ratio,
-    router_agreement,
     score_base,
 )
 
@@ -89,9 +88,9 @@ def test_every_figure_is_its_definition(
     assert found.ppl.standard_error == pytest.approx(
         found.ppl.value * true_q.std(ddof=1) / math.sqrt(57)
     )
-    counts = found.histogram.counts
-    assert sum(counts) + found.histogram.below + found.histogram.above == TOKENS
-    place = int((math.log10(kld[0]) - found.histogram.low) / found.histogram.step)
+    counts = found.kld_histogram.counts
+    assert sum(counts) + found.kld_histogram.below + found.kld_histogram.above == TOKENS
+    place = int((math.log10(kld[0]) - found.kld_histogram.low) / found.kld_histogram.step)
     assert counts[place] > 0
 
 
@@ -104,7 +103,7 @@ def test_equal_logits_give_exactly_nothing(
     for name in ("mean_kld", "max_kld", "ln_ppl_ratio", "mean_delta_p", "rms_delta_p"):
         assert getattr(found, name).value == 0.0, name
     assert found.same_top.value == found.top5_overlap.value == 1.0
-    assert found.histogram.below == TOKENS
+    assert found.kld_histogram.below == TOKENS
 
 
 def test_nearly_equal_logits_are_not_rounding_errors() -> None:
@@ -195,10 +194,10 @@ def test_noise_powers_add_up_over_layers() -> None:
         powers = Powers()
         for rows in (slice(0, 30), slice(30, 50)):
             powers.add(h[rows], other[rows])
-        before = errors[-1].relative.value ** 2 if errors else 0.0
-        errors.append(layer_error(layer, powers, before, None))
+        before = errors[-1].relative_error.value ** 2 if errors else 0.0
+        errors.append(layer_error(layer, powers, before))
     last = (noise[0] + noise[1]).norm() / h.norm()
-    assert errors[1].relative.value == pytest.approx(last.item(), rel=1e-5)
+    assert errors[1].relative_error.value == pytest.approx(last.item(), rel=1e-5)
     assert errors[1].sqnr_db == pytest.approx(-20 * math.log10(last.item()), rel=1e-5)
     assert sum(e.added for e in errors) == pytest.approx(last.item() ** 2, rel=1e-5)
 
@@ -206,8 +205,12 @@ def test_noise_powers_add_up_over_layers() -> None:
 def test_router_agreement_ignores_order() -> None:
     base = [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])]
     other = [torch.tensor([[2, 1], [3, 9]]), torch.tensor([[7, 8]])]
-    found = router_agreement(base, other)
-    assert found is not None
+    powers = Powers()
+    powers.add(torch.ones(3, 4), torch.ones(3, 4))
+    found = layer_error(3, powers, 0.0, base, other)
+    assert found.same_experts is not None
+    assert found.expert_overlap is not None
     assert found.same_experts.value == pytest.approx(1 / 3)
-    assert found.overlap.value == pytest.approx(0.5)
-    assert router_agreement([], []) is None
+    assert found.expert_overlap.value == pytest.approx(0.5)
+    dense = layer_error(0, powers, 0.0)
+    assert (dense.same_experts, dense.expert_overlap) == (None, None)

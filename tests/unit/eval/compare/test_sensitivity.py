@@ -26,11 +26,11 @@ GB = 10**9
 def part(layer: int, role: Role, kld: float, extra: int) -> PartLoss:
     return PartLoss(
         layer=layer,
-        role=role,
-        kld=Estimate(value=kld),
+        part=role,
+        mean_kld=Estimate(value=kld),
         same_top=Estimate(value=0.9),
-        precise_nbytes=extra + GB,
-        stored_nbytes=GB,
+        precise_bytes=extra + GB,
+        stored_bytes=GB,
     )
 
 
@@ -47,9 +47,9 @@ def sensitivity(recipe: Any = None) -> Sensitivity:
             part(3, Role.EXPERT, 0.04, 4 * GB),
             part(4, Role.EXPERT, 0.02, 4 * GB),
         ),
-        whole=Estimate(value=0.08),
+        mean_kld=Estimate(value=0.08),
         parameters=20 * GB,
-        tensor_nbytes=10 * GB,
+        tensor_bytes=10 * GB,
         data={"notes": []},
         settings={},
         seconds=1.0,
@@ -57,12 +57,12 @@ def sensitivity(recipe: Any = None) -> Sensitivity:
 
 
 def layers(choice: Any) -> list[tuple[int, str]]:
-    return [(p.layer, p.role.value) for p in choice.spared]
+    return [(p.layer, p.part.value) for p in choice.spared]
 
 
 def test_worth_is_nats_for_each_byte() -> None:
     found = sensitivity()
-    assert [(p.layer, p.role) for p in found.by_worth()] == [
+    assert [(p.layer, p.part) for p in found.by_worth()] == [
         (0, Role.ATTENTION), (0, Role.DENSE_MLP), (3, Role.EXPERT), (4, Role.EXPERT)
     ]  # fmt: skip
     curve = found.curve()

@@ -100,8 +100,8 @@ def test_batches_of_any_size_give_the_same_figures(
     assert parts.divergence.mean_kld.value == pytest.approx(
         whole.divergence.mean_kld.value, rel=0.05
     )
-    assert parts.layers[-1].relative.value == pytest.approx(
-        whole.layers[-1].relative.value, rel=0.05
+    assert parts.layers[-1].relative_error.value == pytest.approx(
+        whole.layers[-1].relative_error.value, rel=0.05
     )
 
 

@@ -55,16 +55,16 @@ def test_the_floor_is_the_same_for_better_and_worse_weights(
     worse, better, fp8 = candidates(
         beam_nano, [tmp_path / name for name in ("nvfp4-max", "nvfp4", "fp8")]
     )
-    assert worse.activations_kld is not None
-    assert better.activations_kld is not None
-    assert fp8.activations_kld is not None
-    floor = worse.activations_kld.value
-    assert better.activations_kld.value == pytest.approx(floor, rel=1e-9)
+    assert worse.activations_only_kld is not None
+    assert better.activations_only_kld is not None
+    assert fp8.activations_only_kld is not None
+    floor = worse.activations_only_kld.value
+    assert better.activations_only_kld.value == pytest.approx(floor, rel=1e-9)
     assert 0 < floor < better.divergence.mean_kld.value < worse.divergence.mean_kld.value
-    assert 0 < fp8.activations_kld.value < fp8.divergence.mean_kld.value
+    assert 0 < fp8.activations_only_kld.value < fp8.divergence.mean_kld.value
     assert compare(beam_nano, [tmp_path / "fp8"], **TEXT).to_dict()["candidates"][0][
         "activations_only_kld"
-    ]["value"] == pytest.approx(fp8.activations_kld.value)
+    ]["value"] == pytest.approx(fp8.activations_only_kld.value)
 
 
 def test_candidates_are_held_against_the_first_token_by_token(
@@ -73,10 +73,10 @@ def test_candidates_are_held_against_the_first_token_by_token(
     for recipe in ("nvfp4-max", "nvfp4"):
         quantize(beam_nano, tmp_path / recipe, recipe=recipe, no_calibration=True)
     first, second = candidates(beam_nano, [tmp_path / "nvfp4-max", tmp_path / "nvfp4"])
-    assert first.kld_ratio is None
-    assert second.kld_ratio is not None
+    assert first.kld_ratio_to_first is None
+    assert second.kld_ratio_to_first is not None
     means = second.divergence.mean_kld.value / first.divergence.mean_kld.value
-    assert second.kld_ratio.value == pytest.approx(means)
+    assert second.kld_ratio_to_first.value == pytest.approx(means)
 
     def relative(estimate: Estimate) -> float:
         assert estimate.standard_error is not None
@@ -84,10 +84,11 @@ def test_candidates_are_held_against_the_first_token_by_token(
 
     # Both stumble over the same tokens, so the ratio is known better than from two texts.
     unpaired = math.hypot(*(relative(each.divergence.mean_kld) for each in (first, second)))
-    assert 0 < relative(second.kld_ratio) < 0.9 * unpaired
+    assert 0 < relative(second.kld_ratio_to_first) < 0.9 * unpaired
 
 
 def test_where_activations_are_exact_there_is_none(beam_nano: Path, tmp_path: Path) -> None:
     quantize(beam_nano, tmp_path / "q", recipe="nvfp4", no_calibration=True)
-    assert candidates(beam_nano, [tmp_path / "q"], gemm="weights-only")[0].activations_kld is None
-    assert candidates(beam_nano, [beam_nano])[0].activations_kld is None
+    (exact,) = candidates(beam_nano, [tmp_path / "q"], gemm="weights-only")
+    assert exact.activations_only_kld is None
+    assert candidates(beam_nano, [beam_nano])[0].activations_only_kld is None
