@@ -11,18 +11,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.options import CalibrationEvents, CalibrationKeywords, CalibrationOptions
+from beamq.calib.options import CalibrationOptions, TextKeywords
 from beamq.calib.setup import CalibrationSetup
-from beamq.calib.statistics import CalibrationStats, load_stats, save_stats
+from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, save_stats
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock, refuse_busy
 from beamq.io.shard_writer import disk_errors, make_folder
-from beamq.options import from_keywords, takes
+from beamq.options import from_keywords, ignore, takes
 from beamq.plan.sources import map_sources
 from beamq.ranks import current_ranks
 from beamq.signals import stop_on_signals
@@ -32,6 +33,29 @@ if TYPE_CHECKING:
     from beamq.calib.state import RunState
 
 STATE_SUFFIX = ".state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationEvents:
+    """Called by a calibration: with its data and needs before work, and after each layer."""
+
+    on_start: Callable[[CalibrationSetup], None] = ignore
+    on_layer: Callable[[LayerDone], None] = ignore
+
+
+class CalibrationKeywords(TextKeywords, total=False):
+    """Keywords of `calibrate`."""
+
+    seed: int
+    experts: ExpertsMode
+    dtype: str
+    gemm: str
+    max_device_memory: int | None
+    cache_bytes: int
+    resume: bool
+    overwrite: bool
+    on_start: Callable[[CalibrationSetup], None]
+    on_layer: Callable[[LayerDone], None]
 
 
 @takes(CalibrationOptions, CalibrationEvents)

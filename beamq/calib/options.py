@@ -12,16 +12,14 @@ and never longer samples than the model's `max_position_embeddings`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from beamq.errors import UsageError
-from beamq.options import Flag, ignore, option
+from beamq.options import Flag, option
 
 if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone
-    from beamq.calib.setup import CalibrationSetup
     from beamq.calib.statistics import ExpertsMode
 
 EXPERTS = ("routed", "all")
@@ -107,14 +105,6 @@ class CalibrationOptions:
         return {"--experts": self.experts, "--dtype": self.dtype}
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrationEvents:
-    """Called by a calibration: with its data and needs before work, and after each layer."""
-
-    on_start: Callable[[CalibrationSetup], None] = ignore
-    on_layer: Callable[[LayerDone], None] = ignore
-
-
 class TextKeywords(TypedDict, total=False):
     """Keywords of every call that runs text through a model."""
 
@@ -122,18 +112,3 @@ class TextKeywords(TypedDict, total=False):
     samples: int | None
     sequence_length: int | None
     device: str
-
-
-class CalibrationKeywords(TextKeywords, total=False):
-    """Keywords of `calibrate`."""
-
-    seed: int
-    experts: ExpertsMode
-    dtype: str
-    gemm: str
-    max_device_memory: int | None
-    cache_bytes: int
-    resume: bool
-    overwrite: bool
-    on_start: Callable[[CalibrationSetup], None]
-    on_layer: Callable[[LayerDone], None]

@@ -9,7 +9,7 @@ it streams, resumes and leaves only whole files.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import CpuWorkerFactory
 from beamq.convert.finalise import build_index, listed_shards
 from beamq.convert.input_scales import no_scales
-from beamq.convert.options import DequantizeEvents, DequantizeKeywords, DequantizeOptions
+from beamq.convert.options import DequantizeOptions, RunKeywords
 from beamq.convert.resources import DEFAULT_MEMORY_BYTES, default_workers
-from beamq.convert.run import Conversion, RunOptions, open_run
+from beamq.convert.run import Conversion, Progress, RunOptions, open_run
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.eval.verify.checksums import SumReader
 from beamq.io.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_writer import copy_file, write_json
 from beamq.io.source import INDEX_NAME, LocalFiles
-from beamq.options import from_keywords, takes
+from beamq.options import from_keywords, ignore, takes
 from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Draft, JobKind, Work, place
 from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
@@ -86,6 +86,23 @@ class DequantizeResult:
     copied: int
     tensor_nbytes: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DequantizeEvents:
+    """Called by `dequantize`: before work, where no checksums are recorded, and with progress."""
+
+    on_plan: Callable[[Work], None] = ignore
+    on_unchecked: Callable[[], None] = ignore
+    on_progress: Callable[[Progress], None] | None = None
+
+
+class DequantizeKeywords(RunKeywords, total=False):
+    """Keywords of `dequantize`."""
+
+    on_progress: Callable[[Progress], None] | None
+    on_plan: Callable[[Work], None]
+    on_unchecked: Callable[[], None]
 
 
 @takes(DequantizeOptions, DequantizeEvents)

@@ -32,9 +32,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from beamq.beam.tensors import Role
+from beamq.calib.calibrate import CalibrationEvents
 from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.calib.input_scales import input_scales
-from beamq.calib.options import CalibrationEvents, CalibrationOptions
+from beamq.calib.options import CalibrationOptions
 from beamq.calib.setup import CalibrationSetup
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
 from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory

@@ -5,10 +5,10 @@ Imports no torch and no NumPy: the command line reads its flags from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from beamq.calib.options import (
     DATA,
@@ -21,17 +21,9 @@ from beamq.calib.options import (
     SAMPLES,
     SEED,
     SEQUENCE_LENGTH,
-    CalibrationEvents,
-    TextKeywords,
 )
-from beamq.options import Flag, ignore, option
+from beamq.options import Flag, option
 from beamq.plan.recipe import BUILT_IN, Recipe
-
-if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone
-    from beamq.calib.setup import CalibrationSetup
-    from beamq.convert.run import Progress
-    from beamq.plan.plan import Plan, Work
 
 RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r")
 EXCLUDE = Flag(
@@ -114,26 +106,6 @@ class ConvertOptions:
         return {name: value for name, value in found.items() if value is not None}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertEvents(CalibrationEvents):
-    """Called by `quantize`: with the plan before work, with a sentence on what converts and the
-    memory it takes, by a calibration on the way, and with progress about every 32 MiB or hundredth
-    of the total, whichever is less, from worker threads."""
-
-    on_plan: Callable[[Plan], None] = ignore
-    on_engine: Callable[[str], None] = ignore
-    on_progress: Callable[[Progress], None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DequantizeEvents:
-    """Called by `dequantize`: before work, where no checksums are recorded, and with progress."""
-
-    on_plan: Callable[[Work], None] = ignore
-    on_unchecked: Callable[[], None] = ignore
-    on_progress: Callable[[Progress], None] | None = None
-
-
 class RunKeywords(TypedDict, total=False):
     """Keywords of both calls."""
 
@@ -142,33 +114,3 @@ class RunKeywords(TypedDict, total=False):
     workers: int | None
     resume: bool
     overwrite: bool
-    on_progress: Callable[[Progress], None] | None
-
-
-class DequantizeKeywords(RunKeywords, total=False):
-    """Keywords of `dequantize`."""
-
-    on_plan: Callable[[Work], None]
-    on_unchecked: Callable[[], None]
-
-
-class QuantizeKeywords(RunKeywords, TextKeywords, total=False):
-    """Keywords of `quantize`."""
-
-    recipe: str | Recipe
-    calibration: str | Path | None
-    no_calibration: bool
-    seed: int | None
-    experts: str | None
-    dtype: str | None
-    max_device_memory: int | None
-    statistics: str | Path | None
-    exclude: Sequence[str]
-    kv_cache: str | None
-    base_model: str | None
-    max_host_memory: int
-    dry_run: bool
-    on_plan: Callable[[Plan], None]
-    on_engine: Callable[[str], None]
-    on_start: Callable[[CalibrationSetup], None]
-    on_layer: Callable[[LayerDone], None]

@@ -8,18 +8,18 @@ NVFP4 has no statistics to take its input scales from, the run calibrates on the
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from beamq.calib.options import CalibrationOptions
+from beamq.calib.options import CalibrationOptions, TextKeywords
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import WorkerFactory
 from beamq.convert.finalise import finalise
 from beamq.convert.input_scales import InputScaleProvider, check_options, given_input_scales
-from beamq.convert.options import ConvertEvents, ConvertOptions, QuantizeKeywords
+from beamq.convert.options import ConvertOptions, RunKeywords
 from beamq.convert.resources import (
     check_memory,
     choose_conversion_device,
@@ -27,19 +27,21 @@ from beamq.convert.resources import (
     open_workers,
     worker_sentence,
 )
-from beamq.convert.run import Conversion, RunOptions, open_run
+from beamq.convert.run import Conversion, Progress, RunOptions, open_run
 from beamq.devices import check_device_name
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import ShardRecord
 from beamq.io.manifest import Manifest
-from beamq.options import from_keywords, takes
+from beamq.options import from_keywords, ignore, takes
 from beamq.plan.plan import Plan, make_plan
-from beamq.plan.recipe import load_recipe
+from beamq.plan.recipe import Recipe, load_recipe
 from beamq.ranks import Ranks, current_ranks
 from beamq.report.model_card import check_base_model
 
 if TYPE_CHECKING:
+    from beamq.calib.run import LayerDone
+    from beamq.calib.setup import CalibrationSetup
     from beamq.calib.statistics import CalibrationStats
 
 
@@ -83,7 +85,8 @@ class _Conversion:
 
     def calibrating(self, factory: WorkerFactory) -> InputScaleProvider:
         """Input scales from a calibration in the same pass as the conversion."""
-        from beamq.convert.one_pass import OnePass  # torch
+        from beamq.calib.calibrate import CalibrationEvents  # torch, as the next one
+        from beamq.convert.one_pass import OnePass
 
         options = self.options
         statistics = options.statistics
@@ -95,7 +98,7 @@ class _Conversion:
             self.ranks,
             factory,
             statistics=None if statistics is None else user_path(statistics),
-            events=self.events,
+            events=CalibrationEvents(on_start=self.events.on_start, on_layer=self.events.on_layer),
         )
 
     def run(
@@ -132,6 +135,42 @@ class _Conversion:
             ),
             finalise=finish,
         ).run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertEvents:
+    """Called by `quantize`: with the plan before work, with a sentence on what converts and the
+    memory it takes, by a calibration on the way, and with progress about every 32 MiB or hundredth
+    of the total, whichever is less, from worker threads."""
+
+    on_plan: Callable[[Plan], None] = ignore
+    on_engine: Callable[[str], None] = ignore
+    on_start: Callable[[CalibrationSetup], None] = ignore
+    on_layer: Callable[[LayerDone], None] = ignore
+    on_progress: Callable[[Progress], None] | None = None
+
+
+class QuantizeKeywords(RunKeywords, TextKeywords, total=False):
+    """Keywords of `quantize`."""
+
+    on_progress: Callable[[Progress], None] | None
+    recipe: str | Recipe
+    calibration: str | Path | None
+    no_calibration: bool
+    seed: int | None
+    experts: str | None
+    dtype: str | None
+    max_device_memory: int | None
+    statistics: str | Path | None
+    exclude: Sequence[str]
+    kv_cache: str | None
+    base_model: str | None
+    max_host_memory: int
+    dry_run: bool
+    on_plan: Callable[[Plan], None]
+    on_engine: Callable[[str], None]
+    on_start: Callable[[CalibrationSetup], None]
+    on_layer: Callable[[LayerDone], None]
 
 
 @takes(ConvertOptions, ConvertEvents)

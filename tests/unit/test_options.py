@@ -11,24 +11,15 @@ from typing import Any
 import pytest
 
 import beamq
-from beamq.calib.options import CalibrationEvents, CalibrationKeywords, CalibrationOptions
-from beamq.convert.options import (
-    ConvertEvents,
-    ConvertOptions,
-    DequantizeEvents,
-    DequantizeKeywords,
-    DequantizeOptions,
-    QuantizeKeywords,
-)
+from beamq.calib.calibrate import CalibrationEvents, CalibrationKeywords
+from beamq.calib.options import CalibrationOptions
+from beamq.convert.dequantize import DequantizeEvents, DequantizeKeywords
+from beamq.convert.options import ConvertOptions, DequantizeOptions
+from beamq.convert.quantize import ConvertEvents, QuantizeKeywords
 from beamq.convert.resources import DEFAULT_MEMORY_BYTES
-from beamq.eval.compare.options import (
-    CompareEvents,
-    CompareKeywords,
-    CompareOptions,
-    SensitivityEvents,
-    SensitivityKeywords,
-    SensitivityOptions,
-)
+from beamq.eval.compare.compare import CompareEvents, CompareKeywords
+from beamq.eval.compare.options import CompareOptions, SensitivityOptions
+from beamq.eval.compare.sensitivity import SensitivityEvents, SensitivityKeywords
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.plan.plan import DEFAULT_SHARD_BYTES
 

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from numpy import int64
+from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.options import DTYPES
+from beamq.calib.options import DTYPES, TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
@@ -36,7 +38,7 @@ from beamq.eval.compare.footprint import (
     stored_format,
     stored_units,
 )
-from beamq.eval.compare.options import CompareEvents, CompareKeywords, CompareOptions
+from beamq.eval.compare.options import CompareOptions
 from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, completed
 from beamq.eval.compare.side_by_side import ReadChecksums, StreamOptions, run_side_by_side
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
@@ -48,7 +50,7 @@ from beamq.io.manifest import Manifest, file_checksum
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME
 from beamq.model.gemm.select import select_gemm
-from beamq.options import from_keywords, takes
+from beamq.options import from_keywords, ignore, takes
 from beamq.ranks import Ranks, current_ranks
 from beamq.version import __version__
 
@@ -64,6 +66,28 @@ class _Opened:
     checkpoint: Checkpoint
     manifest: Manifest | None
     model: ComparedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareEvents:
+    """Called by `compare`: when everything is checked, with bytes of weights done and in all, and
+    with the result before it is returned."""
+
+    on_start: Callable[[], None] = ignore
+    progress: Callable[[int, int], None] | None = None
+    on_result: Callable[[Comparison], None] = ignore
+
+
+class CompareKeywords(TextKeywords, total=False):
+    """Keywords of `compare`."""
+
+    seed: int
+    dtype: str | None
+    gemm: str | None
+    input_ids: NDArray[int64] | None
+    on_start: Callable[[], None]
+    progress: Callable[[int, int], None] | None
+    on_result: Callable[[Comparison], None]
 
 
 @takes(CompareOptions, CompareEvents)

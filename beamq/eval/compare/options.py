@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,15 +13,12 @@ from beamq.calib.options import (
     SAMPLES,
     SEED,
     SEQUENCE_LENGTH,
-    TextKeywords,
 )
-from beamq.options import Flag, ignore, option
+from beamq.options import Flag, option
 
 if TYPE_CHECKING:
     from numpy import int64
     from numpy.typing import NDArray
-
-    from beamq.eval.compare.records import Comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,41 +62,3 @@ class SensitivityOptions:
     gemm: str = option(
         "reference", Flag("How to multiply (weights-only: activations unquantized).")
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SensitivityEvents:
-    """Called by `sensitivity`: when everything is checked, and with layers done and in all."""
-
-    on_start: Callable[[], None] = ignore
-    progress: Callable[[int, int], None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareEvents(SensitivityEvents):
-    """Called by `compare`: when everything is checked, with bytes of weights done and in all, and
-    with the result before it is returned."""
-
-    on_result: Callable[[Comparison], None] = ignore
-
-
-class SensitivityKeywords(TextKeywords, total=False):
-    """Keywords of `sensitivity`."""
-
-    seed: int
-    dtype: str | None
-    gemm: str
-    on_start: Callable[[], None]
-    progress: Callable[[int, int], None] | None
-
-
-class CompareKeywords(TextKeywords, total=False):
-    """Keywords of `compare`."""
-
-    seed: int
-    dtype: str | None
-    gemm: str | None
-    input_ids: NDArray[int64] | None
-    on_start: Callable[[], None]
-    progress: Callable[[int, int], None] | None
-    on_result: Callable[[Comparison], None]

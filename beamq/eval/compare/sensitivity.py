@@ -37,16 +37,12 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
-from beamq.calib.options import DTYPES
+from beamq.calib.options import DTYPES, TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import RecipeError, TensorError, UsageError, counted
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
-from beamq.eval.compare.options import (
-    SensitivityEvents,
-    SensitivityKeywords,
-    SensitivityOptions,
-)
+from beamq.eval.compare.options import SensitivityOptions
 from beamq.eval.compare.side_by_side import StreamOptions, expect_alike
 from beamq.eval.compare.text import read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
@@ -57,7 +53,7 @@ from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
-from beamq.options import from_keywords, takes
+from beamq.options import from_keywords, ignore, takes
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
@@ -245,6 +241,24 @@ DEFAULT_SIZE = {"cuda": (8, 1024), "cpu": (8, 256)}
 DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 HEAD_TOKENS = 256
 States = list[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SensitivityEvents:
+    """Called by `sensitivity`: when everything is checked, and with layers done and in all."""
+
+    on_start: Callable[[], None] = ignore
+    progress: Callable[[int, int], None] | None = None
+
+
+class SensitivityKeywords(TextKeywords, total=False):
+    """Keywords of `sensitivity`."""
+
+    seed: int
+    dtype: str | None
+    gemm: str
+    on_start: Callable[[], None]
+    progress: Callable[[int, int], None] | None
 
 
 @takes(SensitivityOptions, SensitivityEvents)
