@@ -6,7 +6,7 @@
               synthetic Beam of 8 and of 32 layers; then of 16, 64 and 256 experts, with and
               without --max-device-memory
 
-    python benchmarks/calibrate_cpu.py [CHECKPOINT] [--threads 2] [--rounds 5] [--cpu-time]
+    python -m benchmarks.calibrate_cpu [CHECKPOINT] [--threads 2] [--rounds 5] [--cpu-time]
 
 CHECKPOINT is a small Beam with a tokenizer for the times (default: examples/beam-nano).
 `--cpu-time` counts processor seconds, for machines that others use too.
@@ -15,28 +15,29 @@ CHECKPOINT is a small Beam with a tokenizer for the times (default: examples/bea
 from __future__ import annotations
 
 import argparse
-import shutil
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from make_slice import Slice, make_slice
-from measuring import ROOT, run
+from benchmarks.make_slice import Slice, add_tokenizer, make_slice
+from benchmarks.measuring import ROOT, in_turns, median_s, run
 
 NANO = ROOT / "examples" / "beam-nano"
 TOKENS = (16, 512)
 MEMORY_TOKENS = (16, 256)
 BUDGET = 640_000_000
-WIDTHS = {
-    "hidden": 512, "dense_width": 1024, "expert_width": 512, "heads": 8, "kv_heads": 2,
-    "head_dim": 64, "vocab": 2048,
-}  # fmt: skip
+WIDTHS = Slice(hidden=512, dense_width=1024, expert_width=512, heads=8, kv_heads=2, head_dim=64)
+CASES: list[tuple[int, int, int | None]] = [
+    *[(8, 16, None), (32, 16, None)],
+    *[(3, experts, None) for experts in (64, 256)],
+    *[(3, experts, BUDGET) for experts in (16, 64, 256)],
+]
+"""Layers, experts, and --max-device-memory."""
 
 
-def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -> None:
+def time_pass(path: Path, dtype: str, rounds: int, *, cpu_time: bool) -> None:
     """Print the medians and their ratio."""
     import torch
 
@@ -81,21 +82,9 @@ def time_pass(path: Path, dtype: str, rounds: int, clock: Callable[[], float]) -
             CalibrationPass(setup, state).run()
             state.remove()
 
-        bare, whole = _in_turns((forward, calibration), rounds, clock)
+        found = in_turns({"forward": forward, "calibration": calibration}, rounds)
+        bare, whole = (median_s(turns, cpu_time=cpu_time) for turns in found.values())
     print(f"{dtype:<9} forward {bare:6.2f} s, calibration {whole:6.2f} s: {whole / bare:.3f}x")
-
-
-def _in_turns(
-    ways: Sequence[Callable[[], None]], rounds: int, clock: Callable[[], float]
-) -> list[float]:
-    spent: list[list[float]] = [[] for _ in ways]
-    for turn in range(rounds + 1):  # the first warms up
-        for place, way in enumerate(ways):
-            begun = clock()
-            way()
-            if turn:
-                spent[place].append(clock() - begun)
-    return [statistics.median(values) for values in spent]
 
 
 def memory_of(path: Path, budget: int | None) -> None:
@@ -132,17 +121,13 @@ def memory_table(threads: int) -> None:
     """One line for each synthetic model."""
     print("\nmemory of a calibration: 4,096 tokens, hidden 512, experts of 512")
     print(f"{'layers':>6} {'experts':>7} {'limit':>8} {'slice':>6} {'peak':>9} {'predicted':>10}")
-    cases = [(8, 16, None), (32, 16, None)]
-    cases += [(3, experts, None) for experts in (64, 256)]
-    cases += [(3, experts, BUDGET) for experts in (16, 64, 256)]
-    for layers, experts, budget in cases:
+    for layers, experts, budget in CASES:
         with tempfile.TemporaryDirectory(prefix="beamq-benchmark-") as folder:
             path = Path(folder) / "slice"
-            what = Slice(experts=experts, dense_layers=1, sparse_layers=layers - 1, **WIDTHS)
-            make_slice(path, what)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(NANO / name, path)
-            command = [sys.executable, __file__, str(path), "--memory", "--threads", str(threads)]
+            make_slice(path, replace(WIDTHS, experts=experts, sparse_layers=layers - 1))
+            add_tokenizer(path)
+            command = [sys.executable, "-m", "benchmarks.calibrate_cpu", str(path), "--memory"]
+            command += ["--threads", str(threads)]
             if budget is not None:
                 command += ["--limit", str(budget)]
             peak, predicted, slices = run(command).output.split()[-3:]
@@ -153,7 +138,7 @@ def memory_table(threads: int) -> None:
         )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Both tables, or one measurement where a parent asks for it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", default=NANO)
@@ -162,7 +147,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.memory:
         import torch
 
@@ -173,9 +158,8 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(options.threads)
-    clock = time.process_time if options.cpu_time else time.perf_counter
     for dtype in ("bfloat16", "float32"):
-        time_pass(options.checkpoint, dtype, options.rounds, clock)
+        time_pass(options.checkpoint, dtype, options.rounds, cpu_time=options.cpu_time)
     memory_table(options.threads)
 
 

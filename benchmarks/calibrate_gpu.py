@@ -9,6 +9,7 @@ weights.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -50,11 +51,11 @@ def measure(kind: str, mlp: str, tokens: int) -> str:
     )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line for each kind of layer."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=16_384)
-    tokens = parser.parse_args().tokens
+    tokens = parser.parse_args(arguments).tokens
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {tokens} tokens")
     for kind, mlp in (("sliding", "sparse"), ("full", "sparse"), ("sliding", "dense")):
         print(measure(kind, mlp, tokens), flush=True)

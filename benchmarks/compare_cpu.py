@@ -6,17 +6,15 @@ top modules, sorted, even positions. Against the comparison of source, NVFP4 and
 `beamq.logits` of the three, one after the other. Process time is shown beside wall time, since a
 machine that is shared stretches the latter.
 
-    python benchmarks/compare_cpu.py CHECKPOINT [--threads 2] [--rounds 3]
+    python -m benchmarks.compare_cpu CHECKPOINT [--threads 2] [--rounds 3]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +26,7 @@ from beamq.convert.quantize import quantize
 from beamq.eval.compare.compare import compare
 from beamq.model.logits import logits
 from beamq.report.files import write_report
+from benchmarks.measuring import in_turns, median_s
 
 ROWS, LENGTH = 16, 512
 RECIPES = ("nvfp4-max", "fp8", "fp8-experts", "nvfp4")
@@ -73,28 +72,13 @@ def convert(source: Path, work: Path) -> dict[str, Path]:
     return made
 
 
-def timed(
-    ways: dict[str, Callable[[], object]], rounds: int
-) -> dict[str, tuple[list[float], list[float]]]:
-    """(wall, process) seconds of each way, taken in turns after one round to warm up."""
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            wall, process = time.perf_counter(), time.process_time()
-            way()
-            if number:
-                found[name][0].append(time.perf_counter() - wall)
-                found[name][1].append(time.process_time() - process)
-    return found
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures, then the times."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     source: Path = options.checkpoint
     ids = evaluation_ids(source)
@@ -105,7 +89,7 @@ def main() -> None:
         pair = [made["nvfp4-max"], made["fp8"]]
         ids_BT = torch.from_numpy(ids)
         both = compare(source, pair, input_ids=ids)
-        found = timed(
+        found = in_turns(
             {
                 "three forwards": lambda: [
                     logits(path, ids_BT, dtype=torch.float32) for path in (source, *pair)
@@ -115,12 +99,13 @@ def main() -> None:
             },
             options.rounds,
         )
-    walls = {name: statistics.median(wall) for name, (wall, _) in found.items()}
-    for name, (wall, process) in found.items():
-        ratio = min(process) / min(found["three forwards"][1])
+    least = {name: min(turn.cpu_s for turn in turns) for name, turns in found.items()}
+    for name, turns in found.items():
+        walls = [turn.wall_s for turn in turns]
         print(
-            f"{name:<15} {walls[name]:7.2f} s wall, {min(process):7.2f} s of CPU ({ratio:.2f}x);"
-            f" wall from {min(wall):.2f} to {max(wall):.2f}"
+            f"{name:<15} {median_s(turns):7.2f} s wall, {least[name]:7.2f} s of CPU"
+            f" ({least[name] / least['three forwards']:.2f}x);"
+            f" wall from {min(walls):.2f} to {max(walls):.2f}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Each stage of a conversion on a GPU alone: what it could do if nothing else ran.
+"""Each stage of a conversion on a GPU alone: its time when nothing else runs.
 
 In: a plan, a number of threads, a folder for files. Out: seconds that the whole source takes in
 each stage. Memory, chunks and threads are those of the worker (`convert/gpu_worker.py`):
@@ -7,9 +7,9 @@ each stage. Memory, chunks and threads are those of the worker (`convert/gpu_wor
     upload    as many bytes as the source has, from chunks to the device, a stream for each thread
     kernels   the jobs of one expert, eight copies in a graph, all on the device
     download  as many bytes as the output has, back into chunks
-    write     threads write as many from chunks, into as many files as there are queues
-    checksum  threads take checksums of as many
-    by hand   what cores do, and nothing else: each thread reads a chunk, writes and sums its share
+    write     threads write as many from chunks, into as many files as a conversion has open
+    checksum  threads compute checksums of as many bytes
+    by hand   the cores' work alone: each thread reads a chunk, writes and sums its share of output
 
 `by hand` is the floor of a conversion on these cores, whatever does the arithmetic.
 """
@@ -19,20 +19,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from beamq.beam.tensors import Role
+from beamq.convert import gpu_worker
 from beamq.convert.gpu_queue import Memory
 from beamq.convert.gpu_worker import IN_BYTES as CHUNK_BYTES
-from beamq.convert.run import queue_count
+from beamq.convert.run import Progress, queue_count
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.manifest import new_checksum
-from beamq.plan.plan import Job, JobKind, Plan
+from beamq.plan.plan import Job, JobKind, Member, Plan
+from benchmarks.gpu_timing import graph_s
 
 COPIES = 8  # of an expert: ten times the L2 cache
 
@@ -85,9 +86,7 @@ class Stages:
                 failures.append(failure)
                 ready.abort()
 
-        threads = [
-            threading.Thread(target=thread, args=(number,)) for number in range(self._threads)
-        ]
+        threads = [threading.Thread(target=thread, args=(n,)) for n in range(self._threads)]
         for each in threads:
             each.start()
         try:
@@ -107,7 +106,11 @@ class Stages:
     def _chunk(self) -> torch.Tensor:
         return torch.full((CHUNK_BYTES,), 7, dtype=torch.uint8, pin_memory=self._cuda)
 
-    def _pieces(self, number: int) -> Iterator[tuple[Any, int, int]]:
+    def _bytes(self) -> memoryview:
+        """A chunk as bytes."""
+        return self._chunk().numpy().data
+
+    def _pieces(self, number: int) -> Iterator[tuple[Member, int, int]]:
         """(member, start, bytes) of this thread's share of the source."""
         for job in self._plan.jobs[number :: self._threads]:
             for member in job.members:
@@ -116,7 +119,7 @@ class Stages:
                     yield member, start, min(CHUNK_BYTES, total - start)
 
     def _reader(self, number: int) -> Iterator[None]:
-        chunks = [memoryview(self._chunk().numpy()) for _ in range(2)]  # type: ignore[arg-type]
+        chunks = [self._bytes() for _ in range(2)]
         yield
         for turn, (member, start, nbytes) in enumerate(self._pieces(number)):
             place = member.source.start + start
@@ -124,14 +127,16 @@ class Stages:
             yield
 
     def _copier(self, total: int, *, up: bool) -> Iterator[None]:
-        chunks = [self._chunk() for _ in range(2)]
-        there = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        pairs = [
+            (self._chunk(), torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cuda"))
+            for _ in range(2)
+        ]
         marks = [torch.cuda.Event(blocking=True) for _ in range(2)]
         stream = torch.cuda.Stream()
         yield
         with torch.cuda.stream(stream):
             for turn in range(-(-total // (self._threads * CHUNK_BYTES))):
-                here, device, mark = (each[turn % 2] for each in (chunks, there, marks))
+                (here, device), mark = pairs[turn % 2], marks[turn % 2]
                 mark.synchronize()
                 (device if up else here).copy_(here if up else device, non_blocking=True)
                 mark.record()
@@ -139,12 +144,12 @@ class Stages:
         stream.synchronize()
 
     def _open(self, number: int) -> int:
-        queues = queue_count(self._threads, remote=False)
-        path = self._folder / f"stage-{number % queues}.bin"
+        files = queue_count(self._threads, remote=False)
+        path = self._folder / f"stage-{number % files}.bin"
         return os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 
     def _writer(self, number: int) -> Iterator[None]:
-        chunk = memoryview(self._chunk().numpy())  # type: ignore[arg-type]
+        chunk = self._bytes()
         descriptor = self._open(number)
         share = -(-self.written_nbytes // self._threads)
         yield
@@ -155,7 +160,7 @@ class Stages:
         os.close(descriptor)
 
     def _summer(self) -> Iterator[None]:
-        chunk = self._chunk().numpy()
+        chunk = self._bytes()
         checksum = new_checksum()
         yield
         for _ in range(-(-self.written_nbytes // (self._threads * CHUNK_BYTES))):
@@ -163,11 +168,11 @@ class Stages:
             yield
 
     def _by_hand(self, number: int) -> Iterator[None]:
-        chunk = memoryview(self._chunk().numpy())  # type: ignore[arg-type]
+        chunk = self._bytes()
         descriptor, checksum = self._open(number), new_checksum()
         ratio = self.written_nbytes / self.read_nbytes
         read = written = 0
-        base = number * -(-self.read_nbytes // self._threads)  # sparse: nobody meets
+        base = number * -(-self.read_nbytes // self._threads)  # a sparse file: no overlap
         yield
         for member, start, nbytes in self._pieces(number):
             place = member.source.start + start
@@ -188,57 +193,55 @@ class Stages:
             if job.kind is not JobKind.COPY and job.members[0].role.role is Role.EXPERT
         ]
         first = jobs[0].members[0].role
-        jobs = [
+        jobs = COPIES * [
             job
             for job in jobs
             if (job.members[0].role.layer, job.members[0].role.expert)
             == (first.layer, first.expert)
         ]
-        graph = _captured([job for _ in range(COPIES) for job in jobs], self._plan.scales)
-        seconds = _seconds(graph.replay)
-        return seconds * self.read_nbytes / (COPIES * sum(job.source_nbytes for job in jobs))
+        seconds = graph_s([partial(_launch, job, self._plan, _device_memory(job)) for job in jobs])
+        return seconds * self.read_nbytes / sum(job.source_nbytes for job in jobs)
 
 
-def _captured(jobs: Sequence[Job], rule: str) -> torch.cuda.CUDAGraph:
-    """A graph of jobs, each on random values in device memory of its own."""
-    from beamq.convert import gpu_worker
-    from beamq.formats.kernels import gpu
-
-    places: list[torch.Tensor] = []
-    calls: list[Callable[[], None]] = []
-    for job in jobs:
-        dtype, k = job.members[0].source.spec.dtype, job.members[0].source.shape[1]
-        n = sum(member.source.shape[0] for member in job.members)
-        sizes = gpu_worker.area_nbytes(job)
-        place = torch.zeros(gpu_worker.device_nbytes(job), dtype=torch.uint8, device="cuda")
-        place[: sizes[0]].view(torch.bfloat16).normal_(0, 0.02)
-        memory = Memory(place.data_ptr(), place.nbytes, place)
-        areas = [area.address for area in gpu_worker.split(memory, sizes)]
-        shape: dict[str, Any] = {"dtype": dtype, "n": n, "k": k}
-        call = gpu.fp8_rows
-        if job.kind is not JobKind.FP8:
-            call, shape["scale_rule"] = gpu.nvfp4_group, rule
-        places.append(place)
-        calls.append(partial(call, *areas, **shape))
-    for each in calls:
-        each()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for each in calls:
-            each()
-    graph.places = places  # they live as long as it does
-    return graph
+def _device_memory(job: Job) -> Memory:
+    """What a job takes on the device, its source filled with random values."""
+    place = torch.zeros(gpu_worker.device_nbytes(job), dtype=torch.uint8, device="cuda")
+    place[: gpu_worker.area_nbytes(job)[0]].view(torch.bfloat16).normal_(0, 0.02)
+    return Memory(place.data_ptr(), place.nbytes, place)
 
 
-def _seconds(call: Callable[[], Any], repeats: int = 9) -> float:
-    """Median, by events."""
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[repeats // 2]
+def _launch(job: Job, plan: Plan, memory: Memory) -> None:
+    """Launch a job's kernels."""
+    from beamq.formats.kernels import gpu  # Triton is installed only next to a GPU
+
+    dtype, k = job.members[0].source.spec.dtype, job.members[0].source.shape[1]
+    n = sum(member.source.shape[0] for member in job.members)
+    areas = gpu_worker.split(memory, gpu_worker.area_nbytes(job))
+    source, codes, scales, info = (area.address for area in areas)
+    if job.kind is JobKind.FP8:
+        gpu.fp8_rows(source, codes, scales, info, dtype=dtype, n=n, k=k)
+    else:
+        rule = plan.scales
+        gpu.nvfp4_group(source, codes, scales, info, dtype=dtype, n=n, k=k, scale_rule=rule)
+
+
+class Clock:
+    """The first and the last moment at which a conversion reported progress.
+
+    Many threads call `look`, in any order. Moments are of the monotonic clock, which all processes
+    of a machine share.
+    """
+
+    def __init__(self) -> None:
+        self.first = float("inf")
+        self.last = 0.0
+
+    def look(self, progress: Progress) -> None:
+        """For `on_progress`."""
+        now = time.monotonic()
+        self.first, self.last = min(self.first, now), max(self.last, now)
+
+    @property
+    def moving(self) -> float:
+        """Seconds in which bytes moved."""
+        return max(self.last - self.first, 1e-9)

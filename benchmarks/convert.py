@@ -1,8 +1,8 @@
 """What a conversion costs, against llm-compressor and against plainly copying the same bytes.
 
-    python benchmarks/convert.py --all --json out.json       everything; runs already in out.json
+    python -m benchmarks.convert --all --json out.json       everything; runs already in out.json
                                                              are kept, so it can be continued
-    python benchmarks/convert.py --part fp8-2.4 --json out.json
+    python -m benchmarks.convert --part fp8-2.4 --json out.json
 
 Contenders run in turn, on the same files in memory (--work-dir, /dev/shm by default) and the same
 cores, several rounds each; figures are medians. Ours is the whole process. The peer is given as the
@@ -22,14 +22,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conversion_table import print_tables
-from measuring import (
+from benchmarks.conversion_table import print_tables
+from benchmarks.measuring import (
     HERE,
+    WARM_NBYTES,
     Cost,
     Workplace,
     available_nbytes,
@@ -122,7 +123,7 @@ class Bench:
             if item.key not in self._record["runs"]
         ]
         parent = self._options.disk_dir if part == "disk" else self._options.work_dir
-        workplace = Workplace(parent)
+        workplace = Workplace(parent, *(["--tiny"] if self._options.tiny else []))
         longest: dict[str, float] = {}
         try:
             for item in missing:
@@ -154,15 +155,13 @@ class Bench:
         if item.part == "disk":
             forget_cached(source)
         else:
-            workplace.warm_memory()
+            workplace.warm_memory(0 if self._options.tiny else WARM_NBYTES)
         if item.who == "peer":
             needed = PEER_NBYTES + read // 2
-            if available_nbytes() < needed:
+            if not self._options.tiny and available_nbytes() < needed:
                 raise SystemExit(f"the peer needs {needed / 1e9:.0f} GB of free memory")
-            script = str(HERE / "peer_llmcompressor.py")
-            cost = run(
-                [sys.executable, script, str(source), str(workplace.output), SCHEMES[item.form]]
-            )
+            peer = [sys.executable, "-m", "benchmarks.peer_llmcompressor"]
+            cost = run([*peer, str(source), str(workplace.output), SCHEMES[item.form]])
             timed = next(line for line in cost.output.splitlines() if '{"import_s"' in line)
             extra = json.loads(timed[timed.index('{"import_s"') :])
         elif item.who == "floor":
@@ -178,7 +177,7 @@ class Bench:
         if written is None:  # our run was made by an earlier call
             known = self._record["runs"][f"{item.part}/{item.form}/{item.experts}/ours/0"]
             written = known["written_nbytes"]
-        command = [sys.executable, str(HERE / "plain_copy.py"), str(source), str(output)]
+        command = [sys.executable, "-m", "benchmarks.plain_copy", str(source), str(output)]
         command += ["--write-bytes", str(written)]
         command += ["--threads", str(len(os.sched_getaffinity(0)))]
         return [*command, "--fsync"] if item.part == "disk" else command
@@ -190,7 +189,7 @@ def _told(cost: Cost) -> dict[str, Any]:
     return told
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure conversion against peer and floor.")
     parser.add_argument("--all", action="store_true", help="every part")
     parser.add_argument("--part", action="append", choices=PARTS, default=[], dest="parts")
@@ -200,8 +199,9 @@ def main() -> int:
     memory = Path("/dev/shm")
     parser.add_argument("--work-dir", type=Path, default=memory if memory.is_dir() else None)
     parser.add_argument("--disk-dir", type=Path, help="for the part `disk`; default: here")
+    parser.add_argument("--tiny", action="store_true", help="widths of a toy, for a try")
     parser.add_argument("--budget", type=float, default=1e9, help="stop after so many seconds")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     options.disk_dir = options.disk_dir or HERE.parent
     bench = Bench(options)
     deadline = time.monotonic() + options.budget

@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,11 @@ import torch
 from beamq.beam.config import BeamConfig
 from beamq.convert.quantize import QuantizeResult, quantize
 from beamq.convert.resources import default_workers
-from beamq.convert.run import Progress
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.plan import make_plan
-from benchmarks.conversion_stages import Stages
-from benchmarks.make_slice import Slice, make_slice
-from benchmarks.measuring import ROOT, run
+from benchmarks.conversion_stages import Clock, Stages
+from benchmarks.make_slice import TINY, Slice, add_tokenizer, make_slice
+from benchmarks.measuring import run
 
 FULL_NBYTES = 1_002.7e9
 DENSE, SPARSE = 3, 49
@@ -56,10 +56,6 @@ STORAGE = (7e9, 28e9)
 RECIPES = {"fp8": "fp8", "nvfp4-max": "nvfp4-max", "nvfp4": "nvfp4"}
 PARTS = ("convert", "one-pass")
 WORDS = 20_000
-TINY = Slice(
-    hidden=64, dense_width=128, expert_width=32, heads=4, kv_heads=2, head_dim=16,
-    shard_bytes=100_000,
-)  # fmt: skip
 
 
 class Bench:
@@ -98,7 +94,7 @@ class Bench:
         calibrated = {} if recipe == "fp8" else {"no_calibration": True}
         seconds: list[tuple[float, float]] = []
         for _ in range(self._options.rounds + 1):
-            clock = _Clock()
+            clock = Clock()
             result = self._quantize(recipe=RECIPES[recipe], on_progress=clock.look, **calibrated)
             seconds.append((result.seconds, clock.moving))
         row["engine"] = result.engine
@@ -220,8 +216,7 @@ class Bench:
 
     def _data(self) -> Path:
         """Words enough for all tokens, and the tokenizer of the small Beam."""
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copyfile(ROOT / "examples" / "beam-nano" / name, self._source / name)
+        add_tokenizer(self._source)
         chance = random.Random(0)
         words = ["".join(chance.choices("etaoinshrdlucmfw", k=chance.randint(2, 9)))
                  for _ in range(WORDS)]  # fmt: skip
@@ -278,32 +273,13 @@ class Bench:
 
             for name, index in (("dense", 0), ("sparse", dense)):
                 for prefix in ("first_", ""):
-                    seconds, weights = _timed(lambda index=index: loader.layer(index), device)
+                    seconds, weights = _timed(partial(loader.layer, index), device)
                     found[f"{prefix}load_{name}"] = seconds
-                    seconds, _ = _timed(lambda w=weights: forward(w), device)
+                    seconds, _ = _timed(partial(forward, weights), device)
                     found[f"{prefix}forward_{name}"] = seconds
                     del weights
             loader.close()
         return found
-
-
-class _Clock:
-    """When a conversion's first and last bytes were read."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-        self._last = 0.0
-
-    def look(self, progress: Progress) -> None:
-        """For `on_progress`; called by many threads, in any order."""
-        now = time.monotonic()
-        self._first = min(now, self._first or now)
-        self._last = max(now, self._last)
-
-    @property
-    def moving(self) -> float:
-        """Seconds between them."""
-        return max(self._last - (self._first or self._last), 1e-9)
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

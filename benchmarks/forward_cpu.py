@@ -8,15 +8,14 @@ median is shown. "resident" has all layers loaded, as transformers has; "streame
 Seconds are of the wall clock; on a machine that others use too, `--cpu-time` counts the process's
 own processor seconds instead (all its threads' together), which they disturb much less.
 
-    python benchmarks/forward_cpu.py CHECKPOINT [--threads 2] [--rounds 7] [--cpu-time]
+    python -m benchmarks.forward_cpu CHECKPOINT [--threads 2] [--rounds 7] [--cpu-time]
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from beamq.model.layer import decoder_layer, head_logits
 from beamq.model.layer_stream import LayerStream
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import logits
+from benchmarks.measuring import in_turns, median_s
 
 SHAPES = ((8, 128), (4, 512), (1, 4096))
 CPU = torch.device("cpu")
@@ -70,33 +70,14 @@ def theirs(path: Path, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Ten
     return run
 
 
-def medians(
-    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]],
-    ids_BT: torch.Tensor,
-    rounds: int,
-    clock: Callable[[], float],
-) -> dict[str, float]:
-    """Median seconds of each way, taken in turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        way(ids_BT)
-    for _ in range(rounds):
-        for name, way in ways.items():
-            start = clock()
-            way(ids_BT)
-            seconds[name].append(clock() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print one line for each dtype and shape."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cpu-time", action="store_true")
-    options = parser.parse_args()
-    clock = time.process_time if options.cpu_time else time.perf_counter
+    options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     path: Path = options.checkpoint
     vocab = BeamConfig.from_dict(open_checkpoint(path).config).vocab_size
@@ -107,15 +88,18 @@ def main() -> None:
     )
     print(f"{'dtype':<9} {'B x T':>9} {'transformers':>13} {'resident':>16} {'streamed':>16}")
     for dtype in (torch.bfloat16, torch.float32):
-        ways = {
+        ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
             "transformers": theirs(path, dtype),
             "resident": resident(path, dtype),
-            "streamed": lambda ids, dtype=dtype: logits(path, ids, dtype=dtype),
+            "streamed": partial(logits, path, dtype=dtype),
         }
         for batch, length in SHAPES:
             ids_BT = torch.randint(0, vocab, (batch, length))
-            found = medians(ways, ids_BT, options.rounds, clock)
-            rate = {name: ids_BT.numel() / value for name, value in found.items()}
+            calls = {name: partial(way, ids_BT) for name, way in ways.items()}
+            rate = {
+                name: ids_BT.numel() / median_s(turns, cpu_time=options.cpu_time)
+                for name, turns in in_turns(calls, options.rounds).items()
+            }
             cells = [
                 f"{rate[name]:>8.0f} ({rate[name] / rate['transformers']:.2f}x)"
                 for name in ("resident", "streamed")

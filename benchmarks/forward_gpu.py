@@ -154,12 +154,12 @@ def _theirs(model: Any, x_1TK: torch.Tensor) -> dict[str, float]:
     return {"ms": median_ms(call, 150), "peak_gb": peak}
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 2048, 16384])
     parser.add_argument("--transformers", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     result: dict[str, Any] = {
         **machine(),
         "copy_tb_per_s": copy_tb_per_s(),

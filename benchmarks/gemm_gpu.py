@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
 from beamq.model.gemm.check import backends
 from beamq.model.gemm.operands import fp8_rows
 from benchmarks.gpu_timing import machine, median_ms
-from benchmarks.random_layer import random_weight
+from benchmarks.random_layer import bf16_weight, fp8_weight
 
 DENSE = ((14336, 5120), (5120, 6144), (40960, 5120))
 EXPERTS = (("gate_up", 5120, 5120), ("down", 5120, 2560))
+NUM_EXPERTS = 256
+DENSE_TOKENS = 8192
+EXPERT_TOKENS = (2048, 16384)
 CUDA = torch.device("cuda")
 
 
@@ -58,7 +61,7 @@ def dense(rows: list[dict[str, Any]], tokens: int) -> None:
     """One linear at a time."""
     for n, k in DENSE:
         x_TK = torch.randn(tokens, k, device=CUDA, dtype=torch.bfloat16)
-        plain, eight = (random_weight((n, k), fmt, CUDA) for fmt in ("bf16", "fp8"))
+        plain, eight = bf16_weight((n, k), CUDA), fp8_weight((n, k), CUDA)
         x8 = fp8_rows(x_TK)
         calls = {"bf16": lambda: F.linear(x_TK, plain.w_NK)}  # noqa: B023 - called in this round
         for name in ("cublaslt", "cutlass"):
@@ -69,8 +72,8 @@ def dense(rows: list[dict[str, Any]], tokens: int) -> None:
 
 def routed(tokens: int) -> list[int]:
     """Offsets of 256 experts, 8 distinct ones a token."""
-    chosen = torch.rand(tokens, 256, device=CUDA).topk(8, dim=1)[1].flatten()
-    return [0, *torch.bincount(chosen, minlength=256).cumsum(0).tolist()]
+    chosen = torch.rand(tokens, NUM_EXPERTS, device=CUDA).topk(8, dim=1)[1].flatten()
+    return [0, *torch.bincount(chosen, minlength=NUM_EXPERTS).cumsum(0).tolist()]
 
 
 def experts(rows: list[dict[str, Any]], errors: list[dict[str, Any]], tokens: int) -> None:
@@ -80,14 +83,14 @@ def experts(rows: list[dict[str, Any]], errors: list[dict[str, Any]], tokens: in
         x_SK = torch.randn(offsets[-1], k, device=CUDA, dtype=torch.bfloat16)
         names = {"op": label, "tokens": tokens, "n": n, "k": k}
         flop = 2.0 * offsets[-1] * n * k
-        plain = random_weight((256, n, k), "bf16", CUDA)
+        plain = bf16_weight((NUM_EXPERTS, n, k), CUDA)
         calls: dict[str, Callable[[], torch.Tensor]] = {}
         for name in ("cutlass", "triton"):
             calls[f"bf16 {name}"] = grouped(name, x_SK, plain, offsets, False)
         base = report(rows, names, flop, calls)
         del plain, calls
         torch.cuda.empty_cache()
-        eight, x8 = random_weight((256, n, k), "fp8", CUDA), fp8_rows(x_SK)
+        eight, x8 = fp8_weight((NUM_EXPERTS, n, k), CUDA), fp8_rows(x_SK)
         eights = {
             f"fp8 {name}{'+fast' if fast else ''}": grouped(name, x8, eight, offsets, fast)
             for name in ("cutlass", "triton")
@@ -119,14 +122,14 @@ def fp64_error(y: torch.Tensor, x: Any, w: Fp8Weight, offsets: list[int]) -> flo
     return float((got - exact).norm() / exact.norm())
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     errors: list[dict[str, Any]] = []
-    dense(rows, 8192)
-    for tokens in (2048, 16384):
+    dense(rows, DENSE_TOKENS)
+    for tokens in EXPERT_TOKENS:
         experts(rows, errors, tokens)
     if options.json:
         data = {**machine(), "gemms": rows, "errors": errors}

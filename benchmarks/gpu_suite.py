@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -58,15 +59,16 @@ def _run(command: list[str], path: str, log: IO[str]) -> int:
         return 124
 
 
-def main() -> int:
-    folder = Path(sys.argv[1])
+def main(arguments: Sequence[str] | None = None) -> int:
+    (argument,) = sys.argv[1:] if arguments is None else arguments
+    folder = Path(argument)
     folder.mkdir(parents=True, exist_ok=True)
     failed = []
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for name, arguments in steps(folder).items():
+    for name, command in steps(folder).items():
         start = time.monotonic()
         with (folder / f"{name}.log").open("w") as log:
-            code = _run([sys.executable, *arguments], path, log)
+            code = _run([sys.executable, *command], path, log)
         print(f"== {name}: exit {code}, {time.monotonic() - start:.0f} s", flush=True)
         print((folder / f"{name}.log").read_text()[-4000:], flush=True)
         failed += [name] if code else []

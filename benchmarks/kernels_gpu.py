@@ -1,16 +1,17 @@
-"""Quantizing kernels on a GPU, as a share of copy bandwidth measured in the same run.
+"""Quantization kernels on a GPU, as a share of the copy bandwidth measured in the same run.
 
     python -m benchmarks.kernels_gpu [--json FILE]
 
-For each shape: one tensor a launch (a graph over tensors in distinct memory), and a stack of them
-in one launch, as conversion has them. Bytes are those read plus those written.
+For each shape: one tensor per launch (a graph over tensors in different memory), and a stack of
+tensors in one launch, as a conversion has them. Bytes are those read plus those written.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from beamq.formats.kernels import gpu
 from beamq.formats.nvfp4 import QuantizedTensor
-from benchmarks.gpu_timing import copy_tb_per_s, graph_ms, machine
+from benchmarks.gpu_timing import copy_tb_per_s, graph_s, machine
 
 SHAPES = ((2560, 5120), (5120, 2560), (20480, 5120), (81920, 5120))
 TOTAL_BYTES = 3 << 30  # of sources in a graph: fifty times the L2 cache
@@ -45,7 +46,7 @@ def measure(stack: int, n: int, k: int) -> dict[str, tuple[float, int]]:
         return lambda: gpu.fp8_quantize_rows(w, codes=out[0], scale=out[1], counts=counts)
 
     def each(call: Callable[[Any], Any], items: list[Any]) -> list[Callable[[], Any]]:
-        return [lambda item=item: call(item) for item in items]
+        return [partial(call, item) for item in items]
 
     four_bytes = values * 2 + values // 2 + values // 16
     eight_bytes = values * 3 + stack * n * 4
@@ -56,17 +57,19 @@ def measure(stack: int, n: int, k: int) -> dict[str, tuple[float, int]]:
         "nvfp4 decode": (each(gpu.nvfp4_dequantize, fours), four_bytes),
         "fp8 decode": (each(lambda pair: gpu.fp8_dequantize_rows(*pair), eights), eight_bytes),
         "copy": (
-            [lambda w=w, out=out: out.copy_(w) for w, out in zip(sources, copies, strict=True)],
+            [partial(out.copy_, w) for w, out in zip(sources, copies, strict=True)],
             values * 4,
         ),
     }
-    return {name: (graph_ms(calls), nbytes) for name, (calls, nbytes) in work.items()}
+    return {
+        name: (1e3 * graph_s(calls) / len(calls), nbytes) for name, (calls, nbytes) in work.items()
+    }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     ceiling = copy_tb_per_s()
     result: dict[str, Any] = {**machine(), "copy_tb_per_s": ceiling, "kernels": []}
     print(f"copy {ceiling:.2f} TB/s")

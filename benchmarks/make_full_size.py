@@ -1,6 +1,6 @@
 """Write a checkpoint with the real Beam's headers and holes for weights: 501B parameters, no disk.
 
-    python benchmarks/make_full_size.py FOLDER
+    python -m benchmarks.make_full_size FOLDER
 
 Every file has its full length (a terabyte in all) but only its header occupies the disk, so the
 planner can be tested and timed at full size on a laptop. The shapes below are written out by

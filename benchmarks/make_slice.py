@@ -4,14 +4,14 @@ In: a folder and a number of experts. Out: config.json and BF16 shards (router F
 names, shapes and dtypes of the real model: hidden 5120, attention 48/8 heads of 128, dense MLP
 20480, experts 2560. Only the number of layers, experts and tokens is small.
 
-    python benchmarks/make_slice.py FOLDER                    2.4 GB: 1 dense, 1 sparse layer of 16
-    python benchmarks/make_slice.py FOLDER --experts 88       8.0 GB
+    python -m benchmarks.make_slice FOLDER                    2.4 GB: 1 dense, 1 sparse layer of 16
+    python -m benchmarks.make_slice FOLDER --experts 88       8.0 GB
 
-Values are Student's t (6 degrees of freedom): outliers like a trained model's, at the cost of
-one small pool of random numbers that is shifted and scaled per piece, and threads write shards side
-by side, so writing runs at the speed
-of the disk and memory stays at a few pools. The same arguments give the same bytes. Codes made
-from such weights say nothing about quality; sizes and times are what it is for.
+Values follow Student's t (6 degrees of freedom), which has outliers as a trained model has. They
+come from one small pool of random numbers that is shifted and scaled for each piece, and threads
+write several shards at a time: writing runs at the speed of the disk, and memory stays at a few
+pools. The same arguments give the same bytes. The slice serves to measure sizes and times; codes
+made from such weights say nothing about quality.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, expected_tensors
+from benchmarks.measuring import ROOT
 
 POOL_VALUES = 1 << 22
 STANDARD_DEVIATION = 0.02
@@ -54,6 +55,19 @@ class Slice:
     vocab: int = 2048
     shard_bytes: int = 1_000_000_000
     seed: int = 0
+
+
+TINY = Slice(
+    hidden=64, dense_width=128, expert_width=32, heads=4, kv_heads=2, head_dim=16,
+    shard_bytes=100_000,
+)  # fmt: skip
+"""Widths of a toy, to try a benchmark."""
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Give a slice the small Beam's tokenizer, whose ids fit the slice's vocabulary."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "examples" / "beam-nano" / name, folder / name)
 
 
 def beam_config(what: Slice) -> dict[str, Any]:
@@ -243,21 +257,24 @@ def bf16_bits(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, 
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write a real-width slice of a synthetic Beam.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--dense-layers", type=int, default=1)
     parser.add_argument("--sparse-layers", type=int, default=1)
-    parser.add_argument("--shard-bytes", type=int, default=1_000_000_000)
+    parser.add_argument("--shard-bytes", type=int, help="default: 1 GB, of a toy 100 KB")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="widths of a toy, for a try")
     parser.add_argument("--reuse", action="store_true", help="keep a folder made the same way")
     options = parser.parse_args(arguments)
-    what = Slice(
+    widths = TINY if options.tiny else Slice()
+    what = replace(
+        widths,
         experts=options.experts,
         dense_layers=options.dense_layers,
         sparse_layers=options.sparse_layers,
-        shard_bytes=options.shard_bytes,
+        shard_bytes=options.shard_bytes or widths.shard_bytes,
         seed=options.seed,
     )
     begun = time.monotonic()

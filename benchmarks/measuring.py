@@ -1,11 +1,11 @@
-"""Run one process and say what it cost; make and remove what it works on.
+"""Measure a whole process, or calls in turns; make and remove the files that a process works on.
 
-A measurement is a whole process: wall time from start to exit, its own CPU time and peak memory
-(from the kernel, for the process and its threads), and how busy the machine was with something
-else meanwhile, so that a disturbed run can be told from a slow one.
+`run` measures a process: wall time from start to exit, CPU time and peak memory (from the kernel,
+for the process and its threads), and how busy other processes kept the machine meanwhile. The last
+figure tells a disturbed run from a slow one. `in_turns` measures calls in this process.
 
-This module and its importers stay small on purpose: a child started by `vfork` reports at least
-its parent's peak memory as its own.
+This module imports nothing large: a child started by `vfork` reports at least its parent's peak
+memory as its own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,35 @@ def run(command: Sequence[str]) -> Cost:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """Seconds of one call: wall clock, and CPU time of all threads of this process."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[Turn]]:
+    """Call each of `ways` once a round, after one round to warm up that is not counted.
+
+    CPU time is hardly disturbed by other processes; wall time is.
+    """
+    found: dict[str, list[Turn]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            wall, cpu = time.perf_counter(), time.process_time()
+            way()
+            turn = Turn(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
+            if number:
+                found[name].append(turn)
+    return found
+
+
+def median_s(turns: Sequence[Turn], *, cpu_time: bool = False) -> float:
+    """Median wall or CPU seconds."""
+    return statistics.median(turn.cpu_s if cpu_time else turn.wall_s for turn in turns)
+
+
 def _busy_seconds() -> float:
     """Seconds that all cores together were not idle since boot; 0 where Linux does not say."""
     try:
@@ -110,9 +140,10 @@ def available_nbytes() -> int:
 
 
 class Workplace:
-    """A folder for slices and outputs, removed at the end."""
+    """A folder for slices and outputs, removed at the end. `make_slice` gets `options` as well."""
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parent: Path, *options: str) -> None:
+        self._options = options
         self.root = Path(tempfile.mkdtemp(prefix="beamq-benchmark-", dir=parent))
         self.output = self.root / "output"
         self._slice: tuple[int, Path] | None = None
@@ -125,11 +156,12 @@ class Workplace:
             shutil.rmtree(self._slice[1])
             self._slice = None
         folder = self.root / f"slice-{experts}"
-        run([sys.executable, str(HERE / "make_slice.py"), str(folder), "--experts", str(experts)])
+        command = [sys.executable, "-m", "benchmarks.make_slice", str(folder)]
+        run([*command, "--experts", str(experts), *self._options])
         self._slice = experts, folder
         return folder
 
-    def warm_memory(self) -> None:
+    def warm_memory(self, nbytes: int) -> None:
         """Touch as much free memory as a run will take, right before it.
 
         A virtual machine may give memory that was free for seconds back to its host; touching it
@@ -138,7 +170,7 @@ class Workplace:
         scratch = self.root / "scratch"
         zeros = bytes(1 << 20)
         with scratch.open("wb") as stream:
-            for _ in range(WARM_NBYTES >> 20):
+            for _ in range(nbytes >> 20):
                 stream.write(zeros)
         scratch.unlink()
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 f32, u32 = np.float32, np.uint32
+Bits = NDArray[np.uint16]
+Bytes = NDArray[np.uint8]
 
 
 @numba.njit(inline="always")
-def _e4m3(x):  # 2^-9 <= x <= 448
+def _e4m3(x: Any) -> Any:  # FP32, 2^-9 <= x <= 448
     if x < f32(2.0**-6):
         return u32(round(x * f32(512.0)))  # nearest even
     bits = f32(x).view(u32)
@@ -17,14 +22,15 @@ def _e4m3(x):  # 2^-9 <= x <= 448
 
 
 @numba.njit(inline="always")
-def _e4m3_value(code):
+def _e4m3_value(code: Any) -> Any:
     if code < u32(8):
         return f32(code) * f32(2.0**-9)
     return u32((code << u32(20)) + u32(120 << 23)).view(f32)
 
 
 @numba.njit(nogil=True, error_model="numpy", boundscheck=False)
-def quantize(src, global_scale, codes, scales):  # BF16 bits as U16, whole blocks
+def quantize(src: Bits, global_scale: np.float32, codes: Bytes, scales: Bytes) -> None:
+    """Quantize `src`, the bits of BF16 values in whole blocks of 16, into `codes` and `scales`."""
     nibbles = np.empty(16, np.uint8)
     for block in range(src.size // 16):
         base = block * 16

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 
 IGNORE = ["lm_head", "re:.*embed_tokens$", r"re:.*mlp\.gate$"]
 
 
-def main() -> int:
-    source, output, scheme = sys.argv[1:]
+def main(arguments: Sequence[str] | None = None) -> int:
+    source, output, scheme = sys.argv[1:] if arguments is None else arguments
     begun = time.monotonic()
     from llmcompressor import model_free_ptq  # timed
 

@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 PIECE_BYTES = 1 << 20
@@ -37,10 +38,10 @@ def copy(source: Path, output: Path, *, write_nbytes: int, threads: int, fsync: 
         except BaseException as failure:
             failures.append(failure)
 
-    crew = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
-    for thread in crew:
+    started = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for thread in started:
         thread.start()
-    for thread in crew:
+    for thread in started:
         thread.join()
     if failures:
         raise failures[0]
@@ -78,14 +79,14 @@ def _copy_pieces(
             os.close(reader)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Copy as many bytes as a conversion moves.")
     parser.add_argument("source", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--write-bytes", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--fsync", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     copy(
         options.source,
         options.output,

@@ -1,7 +1,7 @@
 """What recipes of equal bytes lose, on one text, as ratios to the first of them.
 
-    python benchmarks/quality.py examples/beam-nano nvfp4-max nvfp4 nvfp4-gptq
-    python benchmarks/quality.py PATH/beam-mini --rows 16 nvfp4-max nvfp4 nvfp4-gptq
+    python -m benchmarks.quality examples/beam-nano nvfp4-max nvfp4 nvfp4-gptq
+    python -m benchmarks.quality PATH/beam-mini --rows 16 nvfp4-max nvfp4 nvfp4-gptq
 
 Protocol: calibrated on 16 rows of 512 tokens of the standard library's odd modules, judged on 48
 rows of its even ones; exact emulation in FP32 (`--dtype float64`: linears and everything between
@@ -136,7 +136,7 @@ def measured(
             yield "activations only", "W4A4", kl_of_rows(base_RTV, floor), 0.0
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("recipes", nargs="+", help="built-in names or YAML files")
@@ -145,22 +145,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--json", type=Path, help="keep the KL of every row here")
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     reference: dict[str, torch.Tensor] = {}
     table: dict[str, dict[str, str]] = {}
     kept: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as work:
         for recipe, kind, kl_R, seconds in measured(
-            arguments.source, arguments.recipes, arguments, Path(work)
+            options.source, options.recipes, options, Path(work)
         ):
             reference.setdefault(kind, kl_R)
             table.setdefault(recipe, {"seconds": f"{seconds:.1f}"})[kind] = str(
                 ratio(kl_R, reference[kind])
             )
             kept.setdefault(recipe, {})[kind] = kl_R.tolist()
-    if arguments.json:
-        arguments.json.write_text(json.dumps(kept))
-    print(f"{arguments.source.name}, {arguments.rows} rows of {LENGTH}, {arguments.dtype}\n")
+    if options.json:
+        options.json.write_text(json.dumps(kept))
+    print(f"{options.source.name}, {options.rows} rows of {LENGTH}, {options.dtype}\n")
     print("| recipe | weights only: KL | ratio | W4A4: KL | ratio | quantized in, s |")
     print("|---|---|---|---|---|---|")
     for recipe, cells in table.items():

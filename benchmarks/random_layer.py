@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.formats import fp8, nvfp4
+from beamq.formats.numerics import NVFP4_BLOCK
 from beamq.model.attention import AttentionWeights
 from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
 from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
@@ -127,34 +130,45 @@ def random_layer(
 
 
 def random_weight(shape: tuple[int, ...], fmt: str, device: torch.device) -> LinearWeight:
-    """Matrix by matrix, so that no more than one exists in two formats."""
-    *lead, n, k = shape
-    count = lead[0] if lead else 1
-
-    def matrix() -> torch.Tensor:
-        return torch.randn(n, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5)
-
-    def shaped(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(parts) if lead else parts[0]
-
+    """[N, K] or, of all experts, [E, N, K] in one of the formats."""
     if fmt == "bf16":
-        w = torch.empty(count, n, k, device=device, dtype=torch.bfloat16)
-        for place in w:
-            place.copy_(matrix())
-        return DenseWeight(w_NK=w if lead else w[0])
-    if fmt == "fp8":
-        pairs = [_fp8(matrix()) for _ in range(count)]
-        return Fp8Weight(codes=shaped([p[0] for p in pairs]), scale=shaped([p[1] for p in pairs]))
-    fours = [_nvfp4(matrix()) for _ in range(count)]
-    scale = torch.stack([q.global_scale.expand(n, 1) for q in fours])
+        return bf16_weight(shape, device)
+    return fp8_weight(shape, device) if fmt == "fp8" else nvfp4_weight(shape, device)
+
+
+def bf16_weight(shape: tuple[int, ...], device: torch.device) -> DenseWeight:
+    """Values of standard deviation K ** -0.5."""
+    w = torch.empty(shape, device=device, dtype=torch.bfloat16)
+    for place, matrix in zip(w.view(-1, *shape[-2:]), _matrices(shape, device), strict=True):
+        place.copy_(matrix)
+    return DenseWeight(w_NK=w)
+
+
+def fp8_weight(shape: tuple[int, ...], device: torch.device) -> Fp8Weight:
+    """The same values with a scale for each row."""
+    pairs = [_fp8(matrix) for matrix in _matrices(shape, device)]
+    codes, scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    return Fp8Weight(codes=codes.view(shape), scale=scale.view(*shape[:-1], 1))
+
+
+def nvfp4_weight(shape: tuple[int, ...], device: torch.device) -> Nvfp4Weight:
+    """The same values with a global scale for each matrix, and an input scale."""
+    *lead, n, k = shape
+    found = [_nvfp4(matrix) for matrix in _matrices(shape, device)]
+    blocks = torch.stack([q.block_scale.view(torch.uint8) for q in found])
     return Nvfp4Weight(
-        codes=shaped([q.codes for q in fours]),
-        block_scale=shaped([q.block_scale.view(torch.uint8) for q in fours]).view(
-            torch.float8_e4m3fn
-        ),
-        global_scale=scale if lead else scale[0],
+        codes=torch.stack([q.codes for q in found]).view(*lead, n, k // 2),
+        block_scale=blocks.view(*lead, n, k // NVFP4_BLOCK).view(torch.float8_e4m3fn),
+        global_scale=torch.stack([q.global_scale.expand(n, 1) for q in found]).view(*lead, n, 1),
         input_scale=nvfp4.global_scale_from_amax(INPUT_AMAX).to(device),
     )
+
+
+def _matrices(shape: tuple[int, ...], device: torch.device) -> Iterator[torch.Tensor]:
+    """One after the other, so that no more than one exists in two formats."""
+    *lead, n, k = shape
+    for _ in range(math.prod(lead)):
+        yield torch.randn(n, k, device=device, dtype=torch.bfloat16).mul_(k**-0.5)
 
 
 def _fp8(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,29 +37,19 @@ from beamq.model.forward import LayerExperts
 from beamq.model.gemm.backend import DenseWeight
 from beamq.model.gemm.reference import ReferenceGemm
 from beamq.model.moe import Dispatch, ExpertSlice
-from benchmarks.gpu_timing import machine, median_ms
+from benchmarks.gpu_timing import machine, median_ms, seconds
 from benchmarks.random_layer import REAL
 
 LAYERS = 49
+SWEPT_SHAPE = (16, 2560, 5120)
 BATCH_TOKENS = 16_384
 BATCHES_HELD = 4
 AMAX = 6.0  # of the inputs; their input_scale follows
 
 
-def seconds(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Wall time of one call, the device included, and what it gave."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    found = call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3, found
-
-
 def sweep() -> dict[str, float]:
     """Milliseconds of both kernels on the same weights."""
-    w = torch.randn(16, 2560, 5120, device="cuda", dtype=torch.bfloat16) * 0.02
+    w = torch.randn(SWEPT_SHAPE, device="cuda", dtype=torch.bfloat16) * 0.02
     scale = global_scale_from_amax(w.abs().amax())
     by_max = median_ms(lambda: gpu.nvfp4_quantize(w, scale))
     swept = median_ms(lambda: gpu.nvfp4_quantize(w, scale, scale_rule="sweep"))
@@ -112,9 +103,9 @@ def stages(seen: LayerExperts, config: BeamConfig) -> dict[str, dict[str, float]
         moments.prepare(group, AMAX / 2688, widths[group], set(every))
         times = found[group] = dict.fromkeys(("moments", "factor", "rounding", "feedback"), 0.0)
         for experts in chunks(every, weight_of(part, group), full=True):
-            spent, own = seconds(lambda e=experts, g=group: moments.of(g, part, e))
+            spent, own = seconds(partial(moments.of, group, part, experts))
             times["moments"] += spent
-            spent, factor = seconds(lambda own=own: gptq.factorize(own))
+            spent, factor = seconds(partial(gptq.factorize, own))
             times["factor"] += spent
             del own
             w = weight_of(part, group)[experts]
@@ -122,7 +113,7 @@ def stages(seen: LayerExperts, config: BeamConfig) -> dict[str, dict[str, float]
             rounder = gptq.block_rounder
             for stage, kernel in (("rounding", rounder), ("feedback", lambda _: lambda *_: None)):
                 gptq.block_rounder = kernel
-                spent, _ = seconds(lambda w=w, f=factor, s=scale: gptq.round_experts(w, f, s))
+                spent, _ = seconds(partial(gptq.round_experts, w, factor, scale))
                 times[stage] += spent
             gptq.block_rounder = rounder
             del factor, w
@@ -168,13 +159,13 @@ def measured(experts: int, per_input: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--experts", type=int, default=24)
     parser.add_argument("--rows-per-input", type=int, default=16)
     parser.add_argument("--no-sweep", action="store_true", help="GPTQ alone")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.manual_seed(0)
     found: dict[str, Any] = machine()
     if not options.no_sweep:

@@ -27,29 +27,29 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.make_slice import Slice, make_slice
+from benchmarks.make_slice import TINY, Slice, add_tokenizer, make_slice
 from benchmarks.measuring import ROOT, cores_online, weights_nbytes
 
 DENSE, SPARSE = 1, 5
 PIECE = 1 << 26
 ROUNDS = 3
 LAYER_DONE = re.compile(r"layer (\d+) of (\d+) done")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def make_source(folder: Path, experts: int) -> Path:
+def make_source(folder: Path, widths: Slice) -> Path:
     """The synthetic checkpoint, with a tokenizer that fits its vocabulary."""
     source = folder / "source"
     begun = time.monotonic()
-    make_slice(source, Slice(experts=experts, dense_layers=DENSE, sparse_layers=SPARSE), reuse=True)
-    for name in TOKENIZER:
-        shutil.copy(ROOT / "examples" / "beam-nano" / name, source / name)
+    make_slice(source, replace(widths, dense_layers=DENSE, sparse_layers=SPARSE), reuse=True)
+    add_tokenizer(source)
     spent = time.monotonic() - begun
     print(f"source: {weights_nbytes(source) / 1e9:.1f} GB, written in {spent:.0f} s", flush=True)
     return source
@@ -94,15 +94,17 @@ def follow(process: subprocess.Popen[str]) -> list[tuple[int, float]]:
     return done
 
 
-def calibrate(source: Path, stats: Path, ranks: int, samples: int, device: str) -> dict[str, float]:
-    """Seconds of a sparse layer amid others, of all of them, and of the whole process."""
+def calibrate(
+    source: Path, stats: Path, ranks: int, options: argparse.Namespace
+) -> dict[str, float]:
+    """Seconds of a sparse layer between others, of all sparse layers, and of the whole process."""
     begun = time.monotonic()
-    arguments = ["calibrate", str(source), str(stats), "--samples", str(samples), "-v"]
-    arguments += ["--device", device]
-    arguments += ["--sequence-length", "2048", "--overwrite"]
+    arguments = ["calibrate", str(source), str(stats), "--samples", str(options.samples), "-v"]
+    arguments += ["--device", options.device]
+    arguments += ["--sequence-length", str(options.sequence_length), "--overwrite"]
     ends = dict(follow(start(ranks, "beamq", arguments)))
     if sorted(ends) != list(range(DENSE + SPARSE)):
-        raise RuntimeError(f"layers {sorted(ends)} were told of, expected {DENSE + SPARSE}")
+        raise RuntimeError(f"layers {sorted(ends)} were reported, expected {DENSE + SPARSE}")
     last = DENSE + SPARSE - 1
     layers = [ends[n] - ends[n - 1] for n in range(DENSE, last + 1)]
     return {
@@ -163,7 +165,7 @@ def measure(
     """Both commands with so many processes, checked against those of the first."""
     first, own = options.ranks[0], {"ranks": float(ranks)}
     stats, output = folder / f"stats-{ranks}.safetensors", folder / f"output-{ranks}"
-    own |= calibrate(source, stats, ranks, options.samples, options.device)
+    own |= calibrate(source, stats, ranks, options)
     own |= convert(source, output, ranks, options)
     if ranks != first:
         if not same_bytes(folder / f"stats-{first}.safetensors", stats):
@@ -191,26 +193,30 @@ def table(found: list[dict[str, float]], nbytes: int) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, nargs="+", help="default: 1, 2, 4 as far as GPUs go")
     parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--samples", type=int, default=256, help="of 2,048 tokens")
+    parser.add_argument("--samples", type=int, default=256, help="rows of tokens")
+    parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--recipe", default="nvfp4")
     parser.add_argument("--device", default="cuda", help="of both commands")
+    parser.add_argument("--tiny", action="store_true", help="widths of a toy, for a try")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
     options.ranks = options.ranks or [n for n in (1, 2, 4) if n <= max(gpus, 1)]
     options.folder.mkdir(parents=True, exist_ok=True)
-    source = make_source(options.folder, options.experts)
+    widths = TINY if options.tiny else Slice()
+    source = make_source(options.folder, replace(widths, experts=options.experts))
     nbytes, found = weights_nbytes(source), []
     for ranks in options.ranks:
         found.append(measure(options.folder, source, ranks, options))
         print({key: round(value, 3) for key, value in found[-1].items()}, flush=True)
     name = torch.cuda.get_device_name() if gpus else "no GPU"
-    print(f"{name}, torch {torch.__version__}, {options.samples} x 2,048 tokens, efficiency in ()")
+    print(f"{name}, torch {torch.__version__}, {options.samples} x"
+          f" {options.sequence_length:,} tokens, efficiency in ()")  # fmt: skip
     print(table(found, nbytes), flush=True)
     print("statistics and weight files: the same bytes with every number of processes")
     if options.json:

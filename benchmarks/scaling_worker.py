@@ -1,43 +1,29 @@
-"""One process of a conversion that `scaling_gpu.py` starts: rounds of it, and when bytes moved.
+"""One process of a conversion that `scaling_gpu.py` starts: the moments at which bytes moved.
 
     [torchrun ...] -m benchmarks.scaling_worker SOURCE OUTPUT RECIPE DEVICE ROUNDS FILE
 
-Writes FILE.RANK, in JSON: for each round the [first, last] moments (monotonic clock, which the
-processes of a machine share) between which source bytes were read; and the floor, for which each
-process reads, writes and sums as much as all of them do in a round, at the same time, in seconds.
-The output of the last round stays.
+Writes FILE.RANK, in JSON: for each round the [first, last] moments (monotonic clock, which all
+processes of a machine share) between which source bytes were read; and the floor in seconds, for
+which every process reads, writes and sums as many bytes as all of them do in a round, at the same
+time. The output of the last round stays.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from beamq.convert.gpu_worker import MAX_WORKERS
 from beamq.convert.quantize import quantize
 from beamq.convert.resources import default_workers
-from beamq.convert.run import Progress
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.plan import make_plan
 from beamq.ranks import Ranks, current_ranks
-from benchmarks.conversion_stages import Stages
+from benchmarks.conversion_stages import Clock, Stages
 
-SHARD_BYTES = 500_000_000  # so that there are as many for each process as of a whole model
-
-
-class Clock:
-    """The first and the last time that progress was told. Called by many threads."""
-
-    def __init__(self) -> None:
-        self.first = float("inf")
-        self.last = 0.0
-
-    def look(self, progress: Progress) -> None:
-        """For `on_progress`."""
-        now = time.monotonic()
-        self.first, self.last = min(self.first, now), max(self.last, now)
+SHARD_BYTES = 500_000_000  # each process gets as many as in a conversion of the whole model
 
 
 def floor(source: str, folder: Path, recipe: str, ranks: Ranks) -> float:
@@ -55,8 +41,8 @@ def floor(source: str, folder: Path, recipe: str, ranks: Ranks) -> float:
     return min(found)
 
 
-def main() -> None:
-    source, output, recipe, device, rounds, file = sys.argv[1:]
+def main(arguments: Sequence[str] | None = None) -> None:
+    source, output, recipe, device, rounds, file = sys.argv[1:] if arguments is None else arguments
     leave = Ranks.leave
     Ranks.leave = lambda self: None  # type: ignore[method-assign]  # one group for all rounds
     calibrated = {"no_calibration": True} if recipe.startswith("nvfp4") else {}

@@ -1,8 +1,8 @@
 """How fast `verify` reads: every byte, with and without a look at the values.
 
-    python benchmarks/verify_speed.py              2.4 GB of source, in memory, 2 threads
-    python benchmarks/verify_speed.py --experts 88   8 GB
-    python benchmarks/verify_speed.py --json out.json
+    python -m benchmarks.verify_speed              2.4 GB of source, in memory, 2 threads
+    python -m benchmarks.verify_speed --experts 88   8 GB
+    python -m benchmarks.verify_speed --json out.json
 
 A real-width slice (`make_slice.py`) is converted to NVFP4 and FP8; then `quick` (checksums alone)
 and `tensors` (checksums, impossible scales and codes; no second opinion, no source) read the result
@@ -16,19 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from make_slice import Slice, make_slice
-from measuring import machine
-
 from beamq.convert.quantize import quantize
 from beamq.eval.verify.verify import verify
+from benchmarks.make_slice import TINY, Slice, make_slice
+from benchmarks.measuring import machine
 
 PIECE_BYTES = 4 << 20
 
@@ -91,19 +90,20 @@ def measure(folder: Path, workers: int, rounds: int) -> dict[str, dict[str, floa
     return best
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Make the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="widths of a toy, for a try")
     parser.add_argument("--work-dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     results: dict[str, Any] = {"machine": machine(), "workers": options.workers}
     with tempfile.TemporaryDirectory(prefix="beamq-benchmark-", dir=options.work_dir) as name:
         source = Path(name) / "source"
-        make_slice(source, Slice(experts=options.experts))
+        make_slice(source, replace(TINY if options.tiny else Slice(), experts=options.experts))
         for recipe in ("nvfp4-max", "fp8"):
             output = Path(name) / recipe
             quantize(source, output, recipe=recipe, no_calibration=recipe != "fp8")
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -48,7 +48,9 @@ nothing.
 """
 
 
-def classes(base: type[BeamqError] = BeamqError, depth: int = 0) -> Iterator[tuple[int, type]]:
+def classes(
+    base: type[BeamqError] = BeamqError, depth: int = 0
+) -> Iterator[tuple[int, type[BeamqError]]]:
     """The tree below `base`, in the order of the file."""
     for child in base.__subclasses__():
         if child.__module__ == errors.__name__:

@@ -1,8 +1,9 @@
 """benchmarks/make_slice.py: what it writes is a checkpoint that opens, plans and repeats."""
 
+from __future__ import annotations
+
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,11 @@ import pytest
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.plan import make_plan
 from beamq.plan.recipe import load_recipe
-
-ROOT = Path(__file__).resolve().parents[2]
-TINY = (
-    "hidden=64, dense_width=128, expert_width=32, heads=4, kv_heads=2, head_dim=16, vocab=64,"
-    " shard_bytes=40_000"
-)
+from benchmarks.make_slice import TINY, make_slice
 
 
 def _make(folder: Path, experts: int, *, reuse: bool = False) -> None:
-    code = (
-        "from pathlib import Path; from make_slice import Slice, make_slice;"
-        f" make_slice(Path({str(folder)!r}), Slice(experts={experts}, {TINY}), reuse={reuse})"
-    )
-    paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]; "
-    subprocess.run([sys.executable, "-c", paths + code], check=True)
+    make_slice(folder, replace(TINY, experts=experts, vocab=64, shard_bytes=40_000), reuse=reuse)
 
 
 @pytest.mark.parametrize("experts", [4, 16])

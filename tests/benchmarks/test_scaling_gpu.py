@@ -10,8 +10,7 @@ import pytest
 
 from beamq.eval.verify.verify import verify
 from benchmarks import scaling_gpu
-from benchmarks.convert_gpu import TINY
-from benchmarks.make_slice import make_slice
+from benchmarks.make_slice import TINY, make_slice
 
 
 def folder(parent: Path, name: str, content: bytes) -> Path:
