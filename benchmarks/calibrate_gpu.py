@@ -34,8 +34,9 @@ def measure(kind: str, mlp: str, tokens: int) -> str:
     h_TK = torch.randn(tokens, REAL.hidden_size, device=cuda).bfloat16()
 
     def layer(collector: Collector | None) -> None:
+        watching = () if collector is None else (collector,)
         with torch.inference_mode():
-            decoder_layer(h_TK, weights, layout, replace(context, observer=collector))
+            decoder_layer(h_TK, weights, layout, replace(context, observers=watching))
         if collector is not None:
             collector.take(0)
 

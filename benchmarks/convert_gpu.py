@@ -263,7 +263,7 @@ class Bench:
             gemm = select_gemm("auto" if device.type == "cuda" else "reference")
             h_TK = torch.randn(rows * length, config.hidden_size, device=device).bfloat16()
             collector = Collector(config, device)
-            context = PassContext(config=config, table=table, gemm=gemm, observer=collector)
+            context = PassContext(config=config, table=table, gemm=gemm, observers=(collector,))
 
             def forward(weights: Any) -> None:
                 with torch.inference_mode():

@@ -55,15 +55,14 @@ def attention(
     layer: int,
 ) -> torch.Tensor:
     """The attention sublayer on packed tokens, up to and including `o_proj`."""
-    gemm, observer = context.gemm, context.observer
-    if observer is not None:
+    for observer in context.observers:
         observer.linear_input(layer, "qkv_gate", x_TK)
-    fused_TN = gemm.linear(x_TK, weights.qkv_gate)
+    fused_TN = context.gemm.linear(x_TK, weights.qkv_gate)
     gated = gated_heads(fused_TN, weights, layout, context)
     del fused_TN
-    if observer is not None:
+    for observer in context.observers:
         observer.linear_input(layer, "o_proj", gated)
-    return gemm.linear(gated, weights.o)
+    return context.gemm.linear(gated, weights.o)
 
 
 def gated_heads(
@@ -84,10 +83,9 @@ def gated_heads(
     q = F.rms_norm(q, (d,), weights.q_norm, config.rms_norm_eps)
     k = F.rms_norm(k, (d,), weights.k_norm, config.rms_norm_eps)
     mixed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    for run in layout.runs():
-        batch = (run.count, run.length)
-        part = [torch.unflatten(t[run.tokens], 0, batch) for t in (q, k, v)]
-        mixed[run.tokens] = _attend(part, weights.window, table).flatten(0, 1)
+    for tokens, *batch in layout.runs():
+        part = [torch.unflatten(t[tokens], 0, batch) for t in (q, k, v)]
+        mixed[tokens] = _attend(part, weights.window, table).flatten(0, 1)
     return (gate + weights.gate_bias[:, None]).sigmoid_().mul_(mixed).flatten(1)
 
 

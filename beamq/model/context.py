@@ -29,20 +29,6 @@ QUERY_SCALE_POWER = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EqualRun:
-    """`count` neighbouring sequences of one length, starting at packed token `start`."""
-
-    start: int
-    count: int
-    length: int
-
-    @property
-    def tokens(self) -> slice:
-        """The packed tokens of the run."""
-        return slice(self.start, self.start + self.count * self.length)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceLayout:
     """Lengths of the sequences packed along the token axis, in order.
 
@@ -65,12 +51,12 @@ class SequenceLayout:
         """Length of the longest sequence (0 for an empty layout)."""
         return max(self.lengths, default=0)
 
-    def runs(self) -> Iterator[EqualRun]:
-        """Neighbours of equal length, which are computed as one batch."""
+    def runs(self) -> Iterator[tuple[slice, int, int]]:
+        """(packed tokens, count, length) of neighbours of equal length, computed as one batch."""
         start = 0
         for length, group in itertools.groupby(self.lengths):
             count = sum(1 for _ in group)
-            yield EqualRun(start=start, count=count, length=length)
+            yield slice(start, start + count * length), count, length
             start += count * length
 
     @classmethod
@@ -148,45 +134,6 @@ class Observer:
         """A router's FP32 logits, its chosen experts (best first) and their FP32 weights."""
 
 
-class Observers(Observer):
-    """Several observers as one, so that they share a pass."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._all = tuple(observers)
-        self._every = tuple(observer for observer in self._all if observer.every_expert)
-        self._routed = tuple(observer for observer in self._all if observer.expert_inputs)
-        self.every_expert = bool(self._every)
-        self.expert_inputs = bool(self._routed)
-
-    def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
-        """Show it to each."""
-        for observer in self._all:
-            observer.linear_input(layer, group, x_TK)
-
-    def expert_input(
-        self, layer: int, group: str, x_SK: torch.Tensor, first: int, offsets: Sequence[int]
-    ) -> None:
-        """Show it to those with `expert_inputs`."""
-        for observer in self._routed:
-            observer.expert_input(layer, group, x_SK, first, offsets)
-
-    def every_expert_input(self, layer: int, group: str, x_TK: torch.Tensor, expert: int) -> None:
-        """Show it to those with `every_expert`."""
-        for observer in self._every:
-            observer.every_expert_input(layer, group, x_TK, expert)
-
-    def routing(
-        self,
-        layer: int,
-        logits_TE: torch.Tensor,
-        experts_Tk: torch.Tensor,
-        weights_Tk: torch.Tensor,
-    ) -> None:
-        """Show it to each."""
-        for observer in self._all:
-            observer.routing(layer, logits_TE, experts_Tk, weights_Tk)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
     """What all layers and batches of a pass share. `table` covers the longest sequence."""
@@ -194,4 +141,4 @@ class PassContext:
     config: BeamConfig
     table: PositionTable
     gemm: Gemm
-    observer: Observer | None = None
+    observers: tuple[Observer, ...] = ()

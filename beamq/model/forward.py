@@ -36,7 +36,7 @@ from typing import Protocol
 
 import torch
 
-from beamq.model.context import Observer, Observers, PassContext, SequenceLayout, position_table
+from beamq.model.context import Observer, PassContext, SequenceLayout, position_table
 from beamq.model.expert_parallel import ExpertExchange
 from beamq.model.gemm.backend import Gemm
 from beamq.model.layer import (
@@ -235,7 +235,7 @@ class LayerPass:
             config=config,
             table=position_table(config, longest, device),
             gemm=gemm,
-            observer=Observers(observers) if observers else None,
+            observers=tuple(observers),
         )
         self._buffer = OffloadBuffer(device, resident_bytes)
         self._exchange = exchange or ExpertExchange(config)

@@ -104,13 +104,12 @@ def mlp_input(h_TK: torch.Tensor, weights: LayerWeights, config: BeamConfig) -> 
 
 def dense_mlp(x_TK: torch.Tensor, mlp: DenseMlp, context: PassContext, layer: int) -> torch.Tensor:
     """Dense SwiGLU, product in FP32."""
-    gemm, observer = context.gemm, context.observer
-    if observer is not None:
+    for observer in context.observers:
         observer.linear_input(layer, "gate_up", x_TK)
-    active_TI = swiglu(gemm.linear(x_TK, mlp.gate_up))
-    if observer is not None:
+    active_TI = swiglu(context.gemm.linear(x_TK, mlp.gate_up))
+    for observer in context.observers:
         observer.linear_input(layer, "down_proj", active_TI)
-    return gemm.linear(active_TI, mlp.down)
+    return context.gemm.linear(active_TI, mlp.down)
 
 
 def close_mlp(

@@ -2,13 +2,14 @@
 
 In: a checkpoint and token ids [B, T], padded or not. Out: FP32 logits [B, T, V].
 
-The one idea: padding is taken out before anything is computed and put back at the end, as zeros.
-Rows are packed into batches of a bounded number of tokens, so activations stay bounded too; what
-grows with the request is only its hidden states and the logits themselves.
+The one idea: padding is removed before anything is computed and put back at the end, as zeros. Rows
+are packed into batches of a bounded number of tokens, which bounds activations; only the hidden
+states and the logits themselves grow with the request.
 """
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,25 +67,16 @@ def logits(
     layer's experts if `max_device_memory` (bytes) asks for that. Raises `UsageError` for ids or a
     mask of another form, `DeviceError`, and what reading the checkpoint raises.
     """
-    if not isinstance(checkpoint, Checkpoint):
-        with open_checkpoint(checkpoint) as opened:
-            return logits(
-                opened,
-                input_ids,
-                dtype=dtype,
-                device=device,
-                gemm=gemm,
-                attention_mask=attention_mask,
-                observers=observers,
-                max_device_memory=max_device_memory,
-            )
     where = usable_device(device)
     back_end = select_gemm(gemm) if isinstance(gemm, str) else gemm
     ids_BT = _token_rows(input_ids)
     mask_BT = _mask(attention_mask, ids_BT)
-    config = BeamConfig.from_dict(checkpoint.config)
-    loader = LayerLoader(checkpoint, config, dtype=dtype, device=where)
-    try:
+    with contextlib.ExitStack() as stack:
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = stack.enter_context(open_checkpoint(checkpoint))
+        config = BeamConfig.from_dict(checkpoint.config)
+        loader = LayerLoader(checkpoint, config, dtype=dtype, device=where)
+        stack.callback(loader.close)
         groups = _row_groups(mask_BT)
         layouts = [SequenceLayout.from_mask(mask_BT[rows]) for rows in groups]
         ids = [ids_BT[rows][mask_BT[rows]] for rows in groups]
@@ -104,8 +96,6 @@ def logits(
                 kept = mask_BT[rows].to(where)
                 out[rows][kept] = head_logits(batch.h_TK.to(where), head, config)
         return out
-    finally:
-        loader.close()
 
 
 def _token_rows(input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:

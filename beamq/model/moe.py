@@ -123,8 +123,8 @@ def moe(
 def choose(x_TK: torch.Tensor, router: RouterWeights, context: PassContext, layer: int) -> Routing:
     """Route a batch and show the choices to the observer."""
     routing = route(x_TK, router, context.config)
-    if context.observer is not None:
-        context.observer.routing(layer, routing.logits_TE, routing.experts_Tk, routing.weights_Tk)
+    for observer in context.observers:
+        observer.routing(layer, routing.logits_TE, routing.experts_Tk, routing.weights_Tk)
     return routing
 
 
@@ -137,20 +137,22 @@ def add_slice(
     layer: int,
 ) -> None:
     """Add a slice's weighted outputs to the FP32 sum. Slices must come in ascending order."""
-    gemm, observer = context.gemm, context.observer
-    if observer is not None and observer.every_expert:
-        _show_every_expert(x_TK, part, gemm, layer, observer)
+    gemm, observers = context.gemm, context.observers
+    _show_every_expert([each for each in observers if each.every_expert], x_TK, part, gemm, layer)
+    routed = [each for each in observers if each.expert_inputs]
     low, high = plan.offsets[part.first], plan.offsets[part.first + part.count]
     offsets = part_of(plan.offsets, part.first, part.first + part.count)
     rows = plan.token_S[low:high]
-    if observer is None or not observer.expert_inputs:
+    if not routed:
         y_SK = gemm.experts(x_TK, part.gate_up, part.down, Groups(offsets, rows))
     else:
         x_SK = x_TK.index_select(0, rows)
-        observer.expert_input(layer, "gate_up", x_SK, part.first, offsets)
+        for observer in routed:
+            observer.expert_input(layer, "gate_up", x_SK, part.first, offsets)
         active_SI = swiglu(gemm.grouped(x_SK, part.gate_up, Groups(offsets)))
         del x_SK
-        observer.expert_input(layer, "down_proj", active_SI, part.first, offsets)
+        for observer in routed:
+            observer.expert_input(layer, "down_proj", active_SI, part.first, offsets)
         y_SK = gemm.grouped(active_SI, part.down, Groups(offsets))
     accumulate(sum_TK, y_SK, plan, low, high)
 
@@ -190,11 +192,12 @@ def accumulate(
 
 
 def _show_every_expert(
-    x_TK: torch.Tensor, part: ExpertSlice, gemm: Gemm, layer: int, observer: Observer
+    observers: Sequence[Observer], x_TK: torch.Tensor, part: ExpertSlice, gemm: Gemm, layer: int
 ) -> None:
-    """Show the observer all tokens through each expert; the pass does not use the results."""
-    for index in range(part.count):
-        expert = part.first + index
-        observer.every_expert_input(layer, "gate_up", x_TK, expert)
-        active = swiglu(gemm.linear(x_TK, part.gate_up.expert(index)))
-        observer.every_expert_input(layer, "down_proj", active, expert)
+    """Show observers all tokens through each expert; the pass does not use the results."""
+    for expert in range(part.first, part.first + part.count) if observers else ():
+        for observer in observers:
+            observer.every_expert_input(layer, "gate_up", x_TK, expert)
+        active = swiglu(gemm.linear(x_TK, part.gate_up.expert(expert - part.first)))
+        for observer in observers:
+            observer.every_expert_input(layer, "down_proj", active, expert)

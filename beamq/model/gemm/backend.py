@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -34,11 +34,6 @@ class DenseWeight:
 
     w_NK: torch.Tensor
 
-    @property
-    def stored(self) -> torch.Tensor:
-        """The tensor whose leading axes are N, or E and N."""
-        return self.w_NK
-
     def expert(self, index: int | slice | None) -> DenseWeight:
         """View of one expert, or of a range of experts; None adds an axis E = 1."""
         return DenseWeight(w_NK=self.w_NK[index])
@@ -53,11 +48,6 @@ class Fp8Weight:
 
     codes: torch.Tensor
     scale: torch.Tensor
-
-    @property
-    def stored(self) -> torch.Tensor:
-        """The tensor whose leading axes are N, or E and N."""
-        return self.codes
 
     def expert(self, index: int | slice | None) -> Fp8Weight:
         """View of one expert, or of a range of experts; None adds an axis E = 1."""
@@ -79,11 +69,6 @@ class Nvfp4Weight:
     global_scale: torch.Tensor
     input_scale: torch.Tensor | None
 
-    @property
-    def stored(self) -> torch.Tensor:
-        """The tensor whose leading axes are N, or E and N."""
-        return self.codes
-
     def expert(self, index: int | slice | None) -> Nvfp4Weight:
         """View of one expert, or of a range of experts; None adds an axis E = 1."""
         return replace(
@@ -95,6 +80,11 @@ class Nvfp4Weight:
 
 
 LinearWeight = DenseWeight | Fp8Weight | Nvfp4Weight
+
+
+def stored(weight: LinearWeight) -> torch.Tensor:
+    """The weight's values or codes: [N, K] or [N, K/2], experts with a leading E."""
+    return weight.w_NK if isinstance(weight, DenseWeight) else weight.codes
 
 
 def static_scale(input_scale: torch.Tensor | None) -> torch.Tensor:
@@ -203,17 +193,12 @@ class GemmBackend(Protocol):
     not name raise `TypeError`.
     """
 
-    @property
-    def name(self) -> str:
-        """The name that users select it by."""
-
-    @property
-    def ops(self) -> tuple[str, ...]:
-        """The members of `OPS` that it implements."""
-
-    @property
-    def swizzles(self) -> bool:
-        """Whether NVFP4 weights are multiplied as `operands.fp4_weight` reorders them."""
+    name: ClassVar[str]
+    """What users select it by."""
+    ops: ClassVar[tuple[str, ...]]
+    """The members of `OPS` that it implements."""
+    swizzles: ClassVar[bool]
+    """Whether NVFP4 weights are multiplied as `operands.fp4_weight` reorders them."""
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
         """Why `op` cannot be served on a device; None if it can.

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -78,13 +79,8 @@ def backends(*, fast: bool = False) -> dict[str, GemmBackend]:
 
     With `fast`, FP8 products are added in the reduced precision of the tensor cores.
     """
-    every: tuple[GemmBackend, ...] = (
-        Triton(fast=fast),
-        Cutlass(fast=fast),
-        CublasLt(fast=fast),
-        Quack(),
-    )
-    return {backend.name: backend for backend in every}
+    kinds = (Triton(fast=fast), Cutlass(fast=fast), CublasLt(fast=fast), Quack())
+    return {backend.name: backend for backend in kinds}
 
 
 def facts_of(device: torch.device) -> DeviceFacts:
@@ -113,16 +109,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-# What the rest of beamq asks.
-
-
-def checks_of(op: str, device: torch.device) -> tuple[BackendCheck, ...]:
-    """The back ends of `op` in order; the last, the reference, is always usable."""
-    return tuple(check for check in _known_checks(device) if check.op == op)
-
-
 @lru_cache(maxsize=8)
-def _known_checks(device: torch.device) -> tuple[BackendCheck, ...]:
+def known_checks(device: torch.device) -> tuple[BackendCheck, ...]:
+    """Checks of every operation on a device, in the order of `ORDER`.
+
+    The last one of each operation, the reference, is always usable.
+    """
     return all_checks(device, facts_of(device), fresh=False)
 
 
@@ -190,9 +182,6 @@ def all_checks(
     return tuple(found.get(pair) or known[pair] for pair in pairs)
 
 
-# The cache.
-
-
 def _cache_path(facts: DeviceFacts) -> Path:
     key = json.dumps([dataclasses.asdict(facts), __version__, torch.version.cuda])
     return cache_folder() / f"gemm-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -218,9 +207,6 @@ def _write_cache(path: Path, facts: DeviceFacts, found: Mapping[Pair, BackendChe
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(data, indent=1))
         partial.replace(path)
-
-
-# The parent's side of the child process.
 
 
 def _run_checks(device: torch.device, pairs: Sequence[Pair]) -> dict[Pair, BackendCheck]:
@@ -268,9 +254,6 @@ def _child(device: torch.device, pairs: Sequence[Pair]) -> tuple[list[str], str 
 
 def _json_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("{")]
-
-
-# The child's side.
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -333,36 +316,25 @@ def random_problem(
     """
     fmt, kind = op.split("-")
     x_TK = torch.randn(rows, k, device=device).bfloat16()
-    counts = [0 if e % 5 == 1 else 1 for e in range(experts)]
-    each = rows // sum(counts)
-    offsets = [0]
-    for present in counts:
-        offsets.append(offsets[-1] + each * present)
+    busy = [e % 5 != 1 for e in range(experts)]
+    offsets = [0, *(rows // sum(busy) * count for count in itertools.accumulate(busy))]
     offsets[-1] = rows
-    lead = () if kind == "dense" else (experts,)
-    w = torch.randn(*lead, n, k, device=device).bfloat16()
-    weight: LinearWeight
-    if fmt == "bf16":
-        weight = DenseWeight(w_NK=w)
-    elif fmt == "fp8":
+    w = torch.randn(1 if kind == "dense" else experts, n, k, device=device).bfloat16()
+    weight: LinearWeight = DenseWeight(w_NK=w)
+    if fmt == "fp8":
         codes, scale = fp8.quantize_rows(w)
         weight = Fp8Weight(codes=codes, scale=scale)
-    else:
-        amax = w.float().abs().amax((-2, -1))
-        scales = nvfp4.global_scale_from_amax(amax)
-        matrices = [w] if kind == "dense" else list(w)
-        quantized = [
-            nvfp4.quantize(m, s) for m, s in zip(matrices, scales.reshape(-1), strict=True)
-        ]
+    elif fmt == "nvfp4":
+        scale_E = nvfp4.global_scale_from_amax(w.float().abs().amax((-2, -1)))
+        parts = [nvfp4.quantize(*each) for each in zip(w, scale_E, strict=True)]
+        block_scale = torch.stack([part.block_scale.view(torch.uint8) for part in parts])
         weight = Nvfp4Weight(
-            codes=torch.stack([q.codes for q in quantized]).view(*lead, n, k // 2),
-            block_scale=torch.stack([q.block_scale.view(torch.uint8) for q in quantized])
-            .view(*lead, n, k // 16)
-            .view(torch.float8_e4m3fn),
-            global_scale=scales[..., None, None].expand(*lead, n, 1).contiguous(),
+            codes=torch.stack([part.codes for part in parts]),
+            block_scale=block_scale.view(torch.float8_e4m3fn),
+            global_scale=scale_E[:, None, None].repeat(1, n, 1),
             input_scale=nvfp4.global_scale_from_amax(x_TK.float().abs().max()),
         )
-    return x_TK, weight, offsets
+    return x_TK, weight.expert(0) if kind == "dense" else weight, offsets
 
 
 def _time(backend: GemmBackend, op: str, device: torch.device) -> float:

@@ -1,22 +1,18 @@
 """Back ends that call kernels of other projects: torch's CUTLASS and cuBLASLt, and quack.
 
-In: BF16 activations and weights as loaded. Out: BF16 products.
+FP8 is row-wise: one scale per token and one per output. NVFP4 has block scales in the order of
+`formats.nvfp4.swizzle`, and global ones. CUTLASS multiplies all experts in one call; cuBLASLt and
+quack multiply them one by one.
 
-FP8 is row-wise: one scale per token and one per output. NVFP4 has two levels of scales: block
-scales in the swizzled order of `formats.nvfp4.swizzle`, and global ones. Experts are multiplied in
-one call by CUTLASS (NVFP4 activations padded to 128 rows per expert, in their scales only) and one
-by one by cuBLASLt and quack.
-
-quack-kernels (Apache-2.0) is an optional extra, imported when a product is asked of it. It brings
-NVIDIA's CuTe DSL (nvidia-cutlass-dsl, under a licence of NVIDIA's own), which compiles its kernels
-at the first product. Its block scales are tiles [R/128, C/4, 32, 4, 4]: `swizzle`'s bytes with more
-axes, so operands are views. Its call for many groups is not used: it takes one global scale for
-each side, while every expert has its own, and it wants the scales of group g to start at tile
-offsets[g] // 128 + g, which is not where `padded_rows` puts them.
+quack-kernels (Apache-2.0) is an optional extra, imported at the first product. It brings NVIDIA's
+CuTe DSL (nvidia-cutlass-dsl, under NVIDIA's own licence), which compiles its kernels then. Its call
+for many groups is not used: it takes one global scale for each side, while every expert has its
+own, and it wants the scales of group g at tile offsets[g] // 128 + g, where `padded_rows` does not
+put them.
 
 Limits: no NVFP4 call of this file has been run on the hardware it is for (Blackwell). quack-kernels
-0.6.5 accepted the arguments and compiled its kernels for sm_120 and sm_121, with no GPU to run them
-on. Tests replace `calls` with a double that undoes the layout and multiplies in FP32.
+0.6.5 accepted the arguments and compiled for sm_120 and sm_121, with no GPU to run on. In tests
+`calls` is a double that undoes the layout and multiplies in FP32.
 """
 
 from __future__ import annotations
@@ -47,8 +43,7 @@ from beamq.model.gemm.backend import (
 from beamq.model.gemm.operands import Fp4Operand, fp4_tokens, fp4_weight, fp8_rows, take
 from beamq.model.gemm.products import ExpertRows, swiglu
 
-LEAST_QUACK = "0.6.5"
-"""The release whose call was read; earlier ones took scales in another form."""
+LEAST_QUACK = "0.6.5"  # earlier releases took scales in another form
 INSTALL_QUACK = 'pip install "beamq[quack]"'
 
 

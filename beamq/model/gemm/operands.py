@@ -1,14 +1,13 @@
-"""Operands as tensor cores want them: quantized activations, and NVFP4 weights reordered once.
+"""Operands in the form that tensor cores take: quantized activations, swizzled NVFP4 weights.
 
-In:  BF16 activations and weights as loaded. Out: `Fp8Rows` (codes and a scale a token) and
-     `Fp4Operand` (codes, swizzled block scales, global scale).
+In: BF16 activations and weights as loaded. Out: `Fp8Rows` and `Fp4Operand`.
 
 The one idea: each is made by one fused kernel on a GPU (gather, SwiGLU, quantization, swizzle) and
-by its plain twin on a CPU, with the same bytes up to the exponential in SwiGLU. So the whole path
-in front of a GEMM that only newer hardware has can be run and tested anywhere.
+by its plain torch twin on a CPU, with the same bytes up to the exponential in SwiGLU. So everything
+before a GEMM of newer hardware can be run and tested anywhere.
 
-NVFP4 weights keep their scales row by row in memory; the swizzled copy is made at a weight's first
-use and lives as long as the weight does.
+Scales of NVFP4 weights are row by row in memory. The swizzled copy is made when a weight is first
+used and lives as long as the weight.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from beamq.model.gemm.products import swiglu as plain_swiglu
 
 
 def take(tokens: Tokens, rows: torch.Tensor | None) -> Tokens:
-    """Some of the rows, in another order; all of them for None."""
+    """The given rows, in their order; all of them for None."""
     if rows is None or isinstance(tokens, Gated):
         return tokens
     return tokens.take(rows) if isinstance(tokens, Fp8Rows) else tokens.index_select(0, rows)
 
 
 def fp8_rows(x_TK: torch.Tensor, *, swiglu: bool = False) -> Fp8Rows:
-    """Quantize tokens; with `swiglu` the product of [gate | up] is what is quantized."""
+    """Quantize tokens; with `swiglu`, SwiGLU of [gate | up] rows."""
     if devices.serves(x_TK):
         from beamq.formats.kernels import gpu  # Triton
 
@@ -111,12 +110,11 @@ _swizzled: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def fp4_weight(weight: Nvfp4Weight) -> Fp4Operand:
-    """The weight for FP4 tensor cores, reordered at the first call and remembered.
+    """The weight with swizzled block scales and one global scale for each matrix.
 
-    Raises `TensorError` if the parts of a fused linear differ in `weight_scale_2`, of which the
-    GEMM takes one.
+    Raises `TensorError` if the parts of a fused linear differ in `weight_scale_2`.
     """
-    # Only the copies are remembered: to keep the codes would be to keep the weight alive.
+    # Only the copies are kept here: a reference to the codes would keep the weight alive.
     if weight.codes not in _swizzled:
         lead = weight.global_scale.shape[:-2]
         scales = weight.global_scale.reshape(*lead, -1)
@@ -133,7 +131,7 @@ def fp4_weight(weight: Nvfp4Weight) -> Fp4Operand:
 
 
 def fp4_part(weight: Nvfp4Weight, first: int, last: int) -> Nvfp4Weight:
-    """Experts first .. last - 1 as views, for which `fp4_weight` then returns views as well."""
+    """Experts first .. last - 1 as views, for which `fp4_weight` returns views too."""
     whole = fp4_weight(weight)
     part = weight.expert(slice(first, last))
     _swizzled[part.codes] = (whole.block_scale[first:last], whole.global_scale[first:last])

@@ -1,11 +1,12 @@
-"""y = x w^T of unquantized operands, not by torch's BF16 product where a CPU has none to speak of.
+"""Products of unquantized operands, SwiGLU, and offsets of experts' rows.
 
-x86 before AVX-512 multiplies BF16 in torch 6 to 14 times slower than FP32. There the operands are
-widened to FP32, which loses nothing, and sums are rounded once: what a BF16 product is, up to the
-order of its FP32 sums. Only few rows by a large weight are left to torch: widening it costs more.
+`product` is y = x w^T, but not torch's BF16 product where the CPU has no fast one. On x86 before
+AVX-512, torch multiplies BF16 6 to 14 times slower than FP32. There, operands are widened to FP32,
+which loses nothing, and sums are rounded once: a BF16 product up to the order of its FP32 sums. A
+few rows times a large weight are left to torch, since widening the weight would cost more.
 
-FP32 products sum a last one to three rows (of a thread's part) in another order than the others, so
-rows are filled up to whole `GRAIN`s: what a token gives does not hang on how many are beside it.
+FP32 products add the last one to three rows (of a thread's part) in another order than the others,
+so rows are filled up to multiples of `GRAIN`: results do not depend on batch size.
 """
 
 from __future__ import annotations
@@ -60,8 +61,6 @@ def cpu_lacks_bf16() -> bool:
     return x86 and torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
-# SwiGLU as Beam computes it: the product in FP32, rounded once.
-
 CHUNK_ELEMENTS = 1 << 25  # FP32 temporaries of elementwise work stay near 128 MiB
 
 
@@ -80,24 +79,18 @@ def swiglu(gate_up_SN: torch.Tensor) -> torch.Tensor:
     return out
 
 
-# Where each expert's rows lie, of choices sorted by expert: told to a GPU without asking it.
-#
-# In: choices in ascending order of expert. Out: E + 1 offsets; expert e has rows
-# `offsets[e]:offsets[e + 1]`.
-#
-# The one idea: the host does not have to know. On a GPU the ends stay a tensor, from which kernels
-# find their way, and the work behind the router is queued while the work in front of it still runs.
-# `ExpertRows` is a sequence like the tuple of a CPU: its first and last entry are known without
-# asking, any other is fetched when somebody looks, all at once, which waits for the GPU.
-
-
 class ExpertRows(Sequence[int]):
-    """Offsets on a device: `ends_E` int32 [E], the last of which is `total`."""
+    """Offsets of experts' rows on a device: `ends_E` int32 [E], the last of which is `total`.
+
+    Kernels read `ends_E`, so that work after the router is queued while the work before it still
+    runs. As a sequence of E + 1 offsets, it knows the first and the last entry; looking at another
+    one fetches all of them, which waits for the GPU.
+    """
 
     def __init__(self, ends_E: torch.Tensor, total: int) -> None:
         self.ends_E = ends_E
         self.tables: dict[int, torch.Tensor] = {}
-        """What kernels made of the ends, by rows of a tile: both projections ask for it."""
+        """Tables that kernels made from the ends, by rows of a tile."""
         self._total = total
         self._host: tuple[int, ...] | None = None
 
@@ -127,7 +120,10 @@ class ExpertRows(Sequence[int]):
 
 
 def expert_rows(sorted_S: torch.Tensor, num_experts: int) -> Sequence[int]:
-    """Offsets of the experts in `sorted_S`, int64 [S] in ascending order; a tuple on a CPU."""
+    """E + 1 offsets of the experts in `sorted_S`, int64 [S] in ascending order.
+
+    Expert e has rows offsets[e]:offsets[e + 1]. `ExpertRows` on a GPU, a tuple on a CPU.
+    """
     experts = torch.arange(num_experts, device=sorted_S.device)
     ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
     if sorted_S.is_cuda:
@@ -136,7 +132,7 @@ def expert_rows(sorted_S: torch.Tensor, num_experts: int) -> Sequence[int]:
 
 
 def part_of(offsets: Sequence[int], first: int, last: int) -> Sequence[int]:
-    """Offsets of experts first .. last - 1, from 0; for all of them the sequence itself."""
+    """Offsets of experts first .. last - 1, counted from 0; the sequence itself for all experts."""
     if first == 0 and last == len(offsets) - 1:
         return offsets
     low = offsets[first]

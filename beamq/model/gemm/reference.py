@@ -39,6 +39,7 @@ from beamq.model.gemm.backend import (
     LinearWeight,
     Nvfp4Weight,
     static_scale,
+    stored,
 )
 from beamq.model.gemm.products import product, widens
 
@@ -84,7 +85,7 @@ class ReferenceGemm(Gemm):
             x_SK = x_TK if rows is None else x_TK.index_select(0, rows)
             ends = torch.tensor(offsets[1:], dtype=torch.int32).to(x_TK.device)
             return F.grouped_mm(x_SK, weight.w_NK.transpose(1, 2), offs=ends)
-        y_SN = x_TK.new_empty(offsets[-1], weight.stored.shape[1])
+        y_SN = x_TK.new_empty(offsets[-1], stored(weight).shape[1])
         emulated = None
         if not isinstance(weight, DenseWeight) and self.quantize_activations:
             emulated = quantize_input(x_TK, weight)
@@ -99,11 +100,11 @@ class ReferenceGemm(Gemm):
 
 
 def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> QuantizedInput:
-    """Activations as the engine would quantize them in front of `weight`, decoded again.
+    """Activations as an engine would quantize them for `weight`, decoded again.
 
     Raises `TensorError` for NVFP4 weights that came without an `input_scale`.
     """
-    dtype = _operand_dtype(x_TK.device)
+    dtype = torch.bfloat16 if x_TK.device.type == "cuda" else torch.float32
     if isinstance(weight, Fp8Weight):
         codes, scale_T1 = fp8.quantize_rows(x_TK)
         return QuantizedInput(operand_TK=codes.to(dtype), scale=scale_T1)
@@ -144,17 +145,12 @@ def weight_operand(
     if isinstance(weight, Fp8Weight):
         return weight.codes.to(dtype), weight.scale
     n, half = weight.codes.shape
-    pairs = _nibble_pairs(weight.codes.device, dtype)
+    every = torch.arange(256, dtype=torch.uint8, device=weight.codes.device)
+    pairs = e2m1_values(torch.stack((every & 0x0F, every >> 4), dim=1)).to(dtype)  # [256, 2]
     values = pairs.index_select(0, weight.codes.flatten().int()).view(n, -1, NVFP4_BLOCK)
     return values.mul_(weight.block_scale.to(dtype).unsqueeze(-1)).view(n, 2 * half), (
         weight.global_scale
     )
-
-
-def _nibble_pairs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[256, 2]: the E2M1 values of a byte's low and high nibble."""
-    every = torch.arange(256, dtype=torch.uint8, device=device)
-    return e2m1_values(torch.stack((every & 0x0F, every >> 4), dim=1)).to(dtype)
 
 
 def _multiply(
@@ -168,12 +164,8 @@ def _multiply(
     return sum_TN.mul_(x.scale).mul_(scale_N1.t()).to(dtype)
 
 
-def _operand_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def _grouped_mm_serves(x_TK: torch.Tensor, w_ENK: torch.Tensor, offsets: Sequence[int]) -> bool:
-    """BF16, any rows at all, and rows of whole 16 bytes on both sides, as torch demands."""
+    """Whether torch's grouped product takes them: BF16, some rows, both widths multiples of 8."""
     return (
         offsets[-1] > 0
         and not widens(x_TK)

@@ -34,8 +34,9 @@ from beamq.model.gemm.backend import (
     Groups,
     LinearWeight,
     Nvfp4Weight,
+    stored,
 )
-from beamq.model.gemm.check import ORDER, backends, checks_of
+from beamq.model.gemm.check import ORDER, backends, known_checks
 from beamq.model.gemm.operands import fp4_part
 from beamq.model.gemm.products import part_of
 from beamq.model.gemm.reference import ReferenceGemm
@@ -102,7 +103,7 @@ class SelectedGemm(Gemm):
         other = self._backend("grouped", x_TK, down, offsets[-1])
         if backend is None or other is None or other.name != backend.name:
             return _REFERENCE.experts(x_TK, gate_up, down, groups)
-        y_SK = x_TK.new_empty(offsets[-1], down.stored.shape[1])
+        y_SK = x_TK.new_empty(offsets[-1], stored(down).shape[1])
         tokens = backend.tokens(x_TK, gate_up)
         if rows is None:
             rows = torch.arange(offsets[-1], device=x_TK.device)
@@ -129,7 +130,9 @@ class SelectedGemm(Gemm):
     def _choose(self, op: str, device: torch.device) -> str:
         # A back end that never serves the operation leaves it to the others.
         wanted = (self.name,) if self.name in ORDER[op] else ORDER[op]
-        checks = [check for check in checks_of(op, device) if check.backend in wanted]
+        checks = [
+            check for check in known_checks(device) if check.op == op and check.backend in wanted
+        ]
         for check in checks:
             if check.usable:
                 return check.backend
@@ -141,7 +144,7 @@ class SelectedGemm(Gemm):
 
 def _fits(x_TK: torch.Tensor, weight: LinearWeight) -> bool:
     """BF16 activations, and both widths multiples of 16 (of 32 in packed codes), as kernels ask."""
-    n, k = weight.stored.shape[-2:]
+    n, k = stored(weight).shape[-2:]
     return (
         x_TK.dtype == torch.bfloat16
         and n % 16 == 0

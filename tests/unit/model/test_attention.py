@@ -51,8 +51,8 @@ def test_layouts() -> None:
     layout = SequenceLayout.from_mask(mask)
     assert layout.lengths == (2, 1, 3)
     assert (layout.tokens, layout.longest) == (6, 3)
-    runs = [(r.start, r.count, r.length) for r in SequenceLayout(lengths=(4, 4, 2, 4)).runs()]
-    assert runs == [(0, 2, 4), (8, 1, 2), (10, 1, 4)]
+    runs = list(SequenceLayout(lengths=(4, 4, 2, 4)).runs())
+    assert runs == [(slice(0, 8), 2, 4), (slice(8, 10), 1, 2), (slice(10, 14), 1, 4)]
 
 
 def test_layouts_refused() -> None:

@@ -11,16 +11,16 @@ from transformers.models.beam.modeling_beam import BeamTopKRouter
 
 from beamq.beam.config import BeamConfig
 from beamq.model import moe as moe_module
-from beamq.model.context import Observer, Observers, PassContext, position_table
+from beamq.model.context import Observer, PassContext, position_table
 from beamq.model.gemm.backend import DenseWeight
 from beamq.model.gemm.select import select_gemm
 from beamq.model.moe import ExpertSlice, RouterWeights, dispatch, moe, route, swiglu
 
 
-def context(config: BeamConfig, observer: Observer | None = None) -> PassContext:
+def context(config: BeamConfig, *observers: Observer) -> PassContext:
     table = position_table(config, 1, torch.device("cpu"))
     gemm = select_gemm("reference")
-    return PassContext(config=config, table=table, gemm=gemm, observer=observer)
+    return PassContext(config=config, table=table, gemm=gemm, observers=observers)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_observers_see_each_experts_rows_and_change_nothing(config: BeamConfig, 
     x = torch.randn(25, config.hidden_size)
     quiet = moe(x, router, (experts,), context(config), 0)
     routed, every = Recorder(), Recorder(every_expert=True)
-    watched = context(config, Observers([routed, every]))
+    watched = context(config, routed, every)
     seen = moe(x, router, cut(experts, size), watched, 0)
     assert torch.equal(seen, quiet)
     assert routed.routings == every.routings == 1
