@@ -1,11 +1,11 @@
-"""Beam's `config.json`, read strictly: the numbers every expected shape follows from.
+"""Beam's `config.json`, read strictly: the numbers that every expected shape follows from.
 
 In: the parsed JSON of a checkpoint's `config.json`. Out: a frozen `BeamConfig`.
 
-Only what beamq needs is kept; the file itself is copied verbatim to an output (plus
-`quantization_config`), because each serving engine brings a config class of its own and reads
-keys that are none of our business. Layer kinds come from `layer_types` and `mlp_layer_types`,
-never from a pattern ("the first three are dense") that happens to hold for one checkpoint.
+Only what beamq needs is kept. The file itself is copied to an output unchanged, with
+`quantization_config` added, because each engine has its own config class and reads further keys.
+Layer kinds come from `layer_types` and `mlp_layer_types`, never from a pattern ("the first three
+are dense") that happens to hold for one checkpoint.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from beamq.io.files import read_json_object
 
 MODEL_TYPE = "beam"
 MAX_LAYERS = 4096
-MAX_TENSORS = 1 << 20  # 27 times those of the 501B model; a config alone must not fill memory
+MAX_TENSORS = 1 << 20  # 27 times the 501B model's; a config must not fill memory
 LAYER_KINDS = ("sliding_attention", "full_attention")
 MLP_KINDS = ("dense", "sparse")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamConfig:
-    """Beam's dimensions. Raises `ConfigError` from `from_dict` when they cannot be a Beam's."""
+    """Beam's dimensions. `from_dict` raises `ConfigError` where they contradict each other."""
 
     hidden_size: int
     intermediate_size: int

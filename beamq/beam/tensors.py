@@ -1,10 +1,10 @@
-"""Beam's tensor names: what each one is, its expected shape, and which ones share a scale.
+"""Beam's tensor names: the role of each, its expected shape, and which linears share a scale.
 
 In: a `BeamConfig` or a tensor name. Out: `TensorRole` records.
 
 The names are those transformers' `save_pretrained` writes (one tensor per expert); packed 3-D
-experts are recognised as a second form of source. Anything else is `EXTRA`: it is copied bit
-for bit, never interpreted and never quantized.
+experts are recognised as a second form of source. Any other name is `EXTRA`: its tensor is copied
+bit for bit, never interpreted and never quantized.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Role(StrEnum):
 
 
 QUANTIZABLE = (Role.ATTENTION, Role.DENSE_MLP, Role.EXPERT)
-"""Roles of the linears that a recipe may quantize. All else stays precise, always."""
+"""Roles of the linears that a recipe may quantize. All others stay in high precision."""
 
 FP32_ROLES = (Role.ROUTER, Role.ROUTER_BIAS)
 """Roles whose source bits are kept as they are, never cast."""
@@ -95,7 +95,7 @@ def module_of(name: str) -> str:
 
 @lru_cache(maxsize=1 << 17)
 def classify(name: str) -> TensorRole:
-    """The role of one tensor name, judged by the name alone (see `expected_tensors` for shape)."""
+    """The role of a tensor, by its name alone (see `expected_tensors` for shapes)."""
     fixed = _FIXED.get(name)
     if fixed is not None:
         return _role(name, fixed)
@@ -216,10 +216,10 @@ FUSED = {
 
 
 def fused_group(role: TensorRole) -> str:
-    """Name of the set of linears that the engines fuse, and that must share its scales.
+    """Name of the set of linears that the engines fuse, and that must therefore share scales.
 
     {q, k, v, gate} of an attention (vLLM fuses all four), {gate, up} of a dense MLP and of each
-    expert; `o_proj` and `down_proj` stand alone. Source: vLLM 0.33 `qkv_gate_proj`,
+    expert; `o_proj` and `down_proj` are sets of one. Source: vLLM 0.33 `qkv_gate_proj`,
     `gate_up_proj`, and the w1/w3 rule of both engines' fused experts.
     """
     parent = role.module.rsplit(".", 1)[0]

@@ -1,13 +1,18 @@
-"""A model repository on the Hugging Face Hub, pinned to one commit, and its files fetched.
+"""A model repository on the Hugging Face Hub, pinned to one commit, and calls to the Hub.
 
 In: `org/name` or `org/name@revision` (a branch, tag or commit). Out: a `HubRepo`: the commit, the
-size of every file, and three ways to get at them: a byte range, a small file through the shared
-Hub cache, a shard into a folder of the caller's.
+size of every file, and three ways to read them: a byte range, a small file through the shared Hub
+cache, a shard into a folder of the caller's.
 
 Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean
 what they mean elsewhere. A branch is looked up once; all later requests name the commit, so a
 branch that moves during a run changes nothing. With HF_HUB_OFFLINE, a snapshot in the Hub cache
-serves instead. A file that the cache has is never fetched again and never deleted.
+serves instead. A file that is in the cache is never fetched again and never deleted.
+
+The library retries some requests (range reads, uploads of parts) and not others (looking a
+repository up, the first byte of a download, a commit). `hub_call` treats every call in the same
+way: it retries transient failures (429, 5xx, a cut or refused connection) with growing waits and
+keeps to a server's Retry-After; it turns any other failure into an error that says what to do.
 """
 
 from __future__ import annotations
@@ -31,21 +36,51 @@ from beamq.errors import (
 from beamq.io.files import user_path
 from beamq.version import __version__
 
-# Calls to the Hub: tried again where that helps, explained where it does not.
-#
-# In: a call into huggingface_hub. Out: its result, or an error of ours that says what to do.
-#
-# The library retries some requests (range reads, uploads of parts) and not others (looking a
-# repository up, the first byte of a download, a commit). Here every call gets the same treatment:
-# what is transient (429, 5xx, a cut or refused connection) is tried again with growing waits, and
-# a server's Retry-After is kept. All else is at once an `InputError` (no such repository, gated)
-# or an `EnvironmentFault` (offline, no token, no network, no space).
-
 T = TypeVar("T")
 ATTEMPTS = 6
 FIRST_WAIT = 0.5  # seconds, doubled each time
 LONGEST_WAIT = 300.0
 TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
+NO_TOKEN = "{doing} needs a token with write access; set HF_TOKEN or run `hf auth login`"
+
+# Class of huggingface_hub's error, ours, and its message; the first class that fits counts.
+_ANSWERED = (
+    (
+        "GatedRepoError",
+        HubError,
+        "gated; ask for access at {endpoint}/{repo} and set HF_TOKEN of an account that has"
+        " it{unset}",
+    ),
+    ("RevisionNotFoundError", HubError, "no such branch, tag or commit; check the part after @"),
+    (
+        "RepositoryNotFoundError",
+        HubError,
+        "no such folder here and no such repository on {endpoint}, or it is private and {token}",
+    ),
+    ("EntryNotFoundError", HubError, "{doing} failed: the repository has no such file"),
+)
+_NOT_ANSWERED = (
+    (
+        "OfflineModeIsEnabled",
+        HubUnreachableError,
+        "{doing} needs the Hub, but HF_HUB_OFFLINE is set; unset it, or download the repository"
+        " first",
+    ),
+    ("LocalTokenNotFoundError", HubUnreachableError, NO_TOKEN),
+    ("HFValidationError", UsageError, "not a repository's name: {said}"),
+    (
+        "HTTPError",
+        HubUnreachableError,
+        "{doing} failed: {endpoint} cannot be reached ({said}); check the network and HF_ENDPOINT,"
+        " then run again",
+    ),
+    (
+        "FileMetadataError",
+        HubUnreachableError,
+        "{doing} failed: {endpoint} does not answer as a Hub does; check HF_ENDPOINT and proxies",
+    ),
+    ("XetDownloadError", HubUnreachableError, "{doing} failed: {said}; run again"),
+)
 
 
 def hub_call(
@@ -56,10 +91,9 @@ def hub_call(
     stopped: Callable[[], bool] = lambda: False,
     attempts: int = ATTEMPTS,
 ) -> T:
-    """Make `call`, again if it fails for a reason that may pass.
+    """Make `call`, and again if it fails for a reason that may pass, `attempts` times at most.
 
-    `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits,
-    after `attempts` it is given up.
+    `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits.
     Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
     """
     wait = FIRST_WAIT
@@ -70,7 +104,8 @@ def hub_call(
             raise
         except Exception as fault:
             if attempt == attempts or stopped() or not _transient(fault):
-                ours = _explained(fault, where, doing, attempt)
+                explained = (_explain(link, where, doing, attempt) for link in _chain(fault))
+                ours = next(filter(None, explained), None)
                 if ours is None:
                     raise
                 raise ours from fault
@@ -94,6 +129,11 @@ def has_token() -> bool:
     return bool(get_token())
 
 
+def no_token(where: str, doing: str) -> HubUnreachableError:
+    """The error for a request that cannot be made without a token."""
+    return HubUnreachableError(f"{where}: {NO_TOKEN.format(doing=doing)}")
+
+
 def _sleep(seconds: float, stopped: Callable[[], bool]) -> None:
     end = time.monotonic() + seconds
     while not stopped() and (left := end - time.monotonic()) > 0:
@@ -101,7 +141,7 @@ def _sleep(seconds: float, stopped: Callable[[], bool]) -> None:
 
 
 def _chain(fault: BaseException) -> Iterator[BaseException]:
-    """The error and what caused it; the library wraps transfers' errors in plain ones."""
+    """The error and its causes; the library wraps errors of transfers in plain ones."""
     link: BaseException | None = fault
     for _ in range(8):
         if link is None:
@@ -145,69 +185,36 @@ def _retry_after(fault: BaseException) -> float:
     return 0.0
 
 
-def _explained(fault: BaseException, where: str, doing: str, attempts: int) -> BeamqError | None:
-    for link in _chain(fault):
-        found = _explain_one(link, where, doing, attempts)
-        if found is not None:
-            return found
-    return None
-
-
-def _explain_one(fault: BaseException, where: str, doing: str, attempts: int) -> BeamqError | None:
+def _explain(fault: BaseException, where: str, doing: str, attempts: int) -> BeamqError | None:
+    """Our error for one of the library's; None for a defect."""
     from huggingface_hub import errors
 
-    if isinstance(fault, errors.OfflineModeIsEnabled):
-        return HubUnreachableError(
-            f"{where}: {doing} needs the Hub, but HF_HUB_OFFLINE is set; unset it, or download the"
-            " repository first"
-        )
-    if isinstance(fault, errors.LocalTokenNotFoundError):
-        return no_token(where, doing)
-    if isinstance(fault, errors.HFValidationError):
-        return UsageError(f"{where}: not a repository's name: {str(fault)[:200]}")
     status = _status(fault)
+    facts = {
+        "doing": doing,
+        "endpoint": endpoint(),
+        "repo": where.partition("@")[0],
+        "said": " ".join(str(fault).split())[:200] or type(fault).__name__,
+        "unset": "" if has_token() else " (none is set)",
+        "token": "its token may not see it" if has_token() else "no token is set (HF_TOKEN)",
+    }
+    for name, error, text in _NOT_ANSWERED if status is None else _ANSWERED:
+        if isinstance(fault, getattr(errors, name)):
+            return error(f"{where}: {text.format_map(facts)}")
     if status is not None:
         return _explain_status(fault, status, where, doing, attempts)
-    if isinstance(fault, errors.HTTPError):
-        reason = str(fault)[:120] or type(fault).__name__
-        return HubUnreachableError(
-            f"{where}: {doing} failed: {endpoint()} cannot be reached ({reason}); check the network"
-            " and HF_ENDPOINT, then run again"
-        )
-    if isinstance(fault, errors.FileMetadataError):
-        return HubUnreachableError(
-            f"{where}: {doing} failed: {endpoint()} does not answer as a Hub does; check"
-            " HF_ENDPOINT and proxies"
-        )
     if isinstance(fault, OSError) and fault.errno is not None:
         return DiskError(f"{where}: {doing} failed: {fault.strerror}; free space, then run again")
-    if _is_short_download(fault) or isinstance(fault, errors.XetDownloadError):
-        return HubUnreachableError(f"{where}: {doing} failed: {str(fault)[:160]}; run again")
-    if type(fault) is ValueError:  # the library's word for what a server refused
-        return HubError(f"{where}: {doing} was refused: {' '.join(str(fault).split())[:300]}")
+    if _is_short_download(fault):
+        return HubUnreachableError(f"{where}: {doing} failed: {facts['said']}; run again")
+    if type(fault) is ValueError:  # what the library raises for a server's refusal
+        return HubError(f"{where}: {doing} was refused: {facts['said']}")
     return None
 
 
 def _explain_status(
     fault: BaseException, status: int, where: str, doing: str, attempts: int
 ) -> BeamqError:
-    from huggingface_hub import errors
-
-    token = "its token may not see it" if has_token() else "no token is set (HF_TOKEN)"
-    if isinstance(fault, errors.GatedRepoError):
-        return HubError(
-            f"{where}: gated; ask for access at {endpoint()}/{where.partition('@')[0]} and set"
-            f" HF_TOKEN of an account that has it{'' if has_token() else ' (none is set)'}"
-        )
-    if isinstance(fault, errors.RevisionNotFoundError):
-        return HubError(f"{where}: no such branch, tag or commit; check the part after @")
-    if isinstance(fault, errors.RepositoryNotFoundError):
-        return HubError(
-            f"{where}: no such folder here and no such repository on {endpoint()}, or it is private"
-            f" and {token}"
-        )
-    if isinstance(fault, errors.EntryNotFoundError):
-        return HubError(f"{where}: {doing} failed: the repository has no such file")
     if status in TRANSIENT:
         tries = f" ({attempts} attempts)" if attempts > 1 else ""
         return HubUnreachableError(
@@ -222,13 +229,6 @@ def _explain_status(
     return HubError(f"{where}: {doing} was refused: {' '.join(str(said).split())[:300]}{remedy}")
 
 
-def no_token(where: str, doing: str) -> HubUnreachableError:
-    """The error for a request that cannot be made without a token."""
-    return HubUnreachableError(
-        f"{where}: {doing} needs a token with write access; set HF_TOKEN or run `hf auth login`"
-    )
-
-
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([^\s@]{1,250}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 CHUNK = 1 << 20
@@ -236,7 +236,7 @@ CHUNK = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubId:
-    """A repository as it was asked for; `revision` None is its main branch."""
+    """A repository as the user names it; `revision` None is its main branch."""
 
     repo: str
     revision: str | None
@@ -279,7 +279,7 @@ class HubRepo:
         return f"{self.asked.repo}@{self.commit[:12]}"
 
     def cached(self, file: str) -> Path | None:
-        """Where the Hub cache has this file of this commit, if it has."""
+        """This file of this commit in the Hub cache, or None."""
         from huggingface_hub import try_to_load_from_cache
 
         if self.snapshot is not None:
@@ -290,19 +290,13 @@ class HubRepo:
         return Path(found)
 
     def small_file(self, file: str) -> Path:
-        """A file through the Hub cache, where it stays. Raises `CheckpointError` if there is none.
-
-        Meant for configs and tokenizers, not for shards.
-        """
+        """A config or tokenizer, kept in the Hub cache. Raises `CheckpointError`."""
         if file not in self.files:
-            raise CheckpointError(f"{self.name}: has no {file}; is this a checkpoint?")
+            raise CheckpointError(f"{self.name}: has no {file}; is it a checkpoint?")
         return self.cached(file) or self._download(file, None, lambda: False)
 
     def shard(self, file: str, folder: Path, stopped: Callable[[], bool]) -> Path:
-        """Fetch a file into `folder` and nowhere else.
-
-        Raises `Interrupted` if `stopped` turns true on the way.
-        """
+        """Fetch a file into `folder`. Raises `Interrupted` if `stopped` turns true meanwhile."""
         found = self._download(file, folder, stopped)
         size = found.stat().st_size
         if size != self.files[file]:
@@ -374,7 +368,7 @@ class HubRepo:
 
 
 def _silent_bar(stopped: Callable[[], bool]) -> Any:
-    """A progress bar that shows nothing; the library tells it of every chunk, so it can stop."""
+    """A progress bar that shows nothing; the library calls it for each chunk, so it can stop."""
     from huggingface_hub.utils import tqdm
 
     class Silent(tqdm):
@@ -425,7 +419,7 @@ def _safe(asked: HubId, files: dict[str, int]) -> dict[str, int]:
 
 
 def _offline(asked: HubId) -> HubRepo:
-    """The newest snapshot of a revision in the Hub cache, as it is."""
+    """The newest snapshot of a revision in the Hub cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,15 +1,17 @@
 """Names on disk: which tensors a quantized linear becomes, and what both config files say.
 
-The law is what vLLM 0.33.0, SGLang 0.5.23 and transformers 5.24.0 accept. In short:
+In: a linear's name and format, the quantized units. Out: tensor names, dtypes and shapes, and the
+quantization blocks of the configs, as vLLM 0.33.0, SGLang 0.5.23 and transformers 5.24.0 accept
+them:
 
     NVFP4 (ModelOpt)     M.weight U8 [N,K/2]   M.weight_scale F8_E4M3 [N,K/16]
                          M.weight_scale_2 F32 []   M.input_scale F32 []
     FP8 (compressed-     M.weight F8_E4M3 [N,K]   M.weight_scale F32 [N,1]
          tensors)
 
-The unit of exclusion is a whole part of a layer (its experts, its dense MLP, its attention):
-finer lists are matched differently by the two engines, or refused. The forms written here are
-the ones both were seen to accept; patterns at the level of single projections are not.
+Exclusions name a whole part of a layer (its experts, its dense MLP, its attention): the two
+engines match finer lists in different ways, or refuse them. Both engines were tested with the forms
+written here.
 """
 
 from __future__ import annotations
@@ -65,10 +67,10 @@ _ENGINE_SUFFIXES = (
 
 def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
     """Modules of tensors that are not Beam's, sorted, without those whose name in an ignore list
-    would spare more than themselves.
+    would match other modules too.
 
-    Engines match entries by substring, by dotted part or as patterns: a tensor `mlp.weight` would
-    leave every MLP unquantized where it is served.
+    Engines match entries by substring, by dotted part or as patterns: an entry `mlp` would leave
+    every MLP unquantized when the model is served.
     """
     asked = "\n".join(
         f"model.layers.{layer}.{suffix}"
@@ -90,7 +92,7 @@ def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
 def modelopt_ignore(
     config: BeamConfig, quantized: Collection[Unit], extra_modules: Iterable[str]
 ) -> list[str]:
-    """Ignore list in ModelOpt's form: names and `x*` globs that both engines match alike."""
+    """Ignore list in ModelOpt's form: names and `x*` globs, which both engines match equally."""
     entries = ["lm_head", "model.embed_tokens"]
     suffix = {
         Role.ATTENTION: "self_attn*",
@@ -108,7 +110,7 @@ def modelopt_ignore(
 def compressed_tensors_ignore(
     config: BeamConfig, quantized: Collection[Unit], extra_modules: Iterable[str]
 ) -> list[str]:
-    """Ignore list in compressed-tensors' form: names, and `re:` patterns anchored by `re.match`.
+    """Ignore list in compressed-tensors' form: names, and `re:` patterns for `re.match`.
 
     vLLM renames plain entries but not patterns, so attention is named by a pattern that covers
     `output_gate_proj` too; the router pattern ends in `$` or it would swallow `gate_up_proj`.
@@ -145,7 +147,7 @@ def quantization_config(fmt: str, ignore: list[str], kv_cache: str) -> dict[str,
             "group_0": {
                 "targets": ["Linear"],
                 "weights": dict(four_bit),
-                # Without this entry vLLM would silently serve W4A16.
+                # Without this entry vLLM would serve W4A16 without a message.
                 "input_activations": dict(four_bit),
             }
         },

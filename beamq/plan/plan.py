@@ -1,18 +1,23 @@
-"""PLAN: recipe x headers -> where every output byte comes from and goes to, before one is read.
+"""The plan of a conversion: where every output byte comes from and goes to, before one is read.
 
 In: an opened source, a `Recipe`, a shard size. Out: a `Plan`: jobs in layer order (a job is a
 set of linears that share a scale, or one copied tensor), and output shards in which every tensor
 already has its file and offset. Nothing here reads tensor data; a 501B model takes seconds.
 
-Since all sizes are known, conversion can write any tensor at any time from any thread or
-process, and disk, memory and every fault of names or shapes are known first. The same input
-gives the same plan, byte for byte (`digest`).
+All sizes follow from dtypes and shapes. So a conversion can write any tensor at any time from any
+thread or process, and faults of names or shapes and the need of disk and memory are known before it
+starts. The same input gives the same plan, byte for byte (`digest`).
+
+A unit, i.e. (layer, expert|dense-mlp|attention), is quantized or not as a whole: partly excluded
+fused linears are refused by one engine and misread by the other. So an exclude pattern that hits
+any linear of a unit is widened to the unit, and the plan says so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -23,26 +28,18 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
 from beamq.errors import RecipeError, UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
+from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import OutputTensor, Shard
 from beamq.plan import layout
 from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
 from beamq.plan.recipe import Recipe, load_recipe, matches
 from beamq.plan.sources import Companion, SourceMap, SourceRange, companion_files, map_sources
 
-# From rules and patterns to the parts of the model that are quantized.
-#
-# In: a `Recipe` and the tensors of a model. Out: units, i.e. (layer, expert|dense-mlp|attention).
-#
-# An exclude pattern may name single modules, but both engines agree only on lists that leave a
-# whole part of a layer precise: partly excluded fused linears are refused by one and misread by
-# the other. So a pattern that hits any linear of a unit widens to the unit, and says so.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exclusion:
     """What one pattern did: modules matched, how many of them the recipe would have quantized,
-    the units left precise, and whether that is more than was matched."""
+    the units left in high precision, and whether that is more than was matched."""
 
     pattern: str
     matched: tuple[str, ...]
@@ -51,12 +48,8 @@ class Exclusion:
     widened: bool
 
 
-def apply_exclusions(
-    config: BeamConfig, recipe: Recipe, roles: Iterable[TensorRole]
-) -> tuple[Exclusion, ...]:
+def apply_exclusions(recipe: Recipe, roles: Iterable[TensorRole]) -> tuple[Exclusion, ...]:
     """Match each pattern of the recipe. A pattern that matches nothing is a `RecipeError`."""
-    if not recipe.exclude:
-        return ()
     modules = [role for role in roles if role.role not in (Role.NORM, Role.ROUTER_BIAS)]
     return tuple(_apply(pattern, recipe, modules) for pattern in recipe.exclude)
 
@@ -98,8 +91,8 @@ def quantized_units(
     )
     if not units:
         raise RecipeError(
-            f"recipe {recipe.name}: nothing is left to quantize; rules name"
-            f" {', '.join(role.value for role in recipe.rules)} and every such part is excluded"
+            f"recipe {recipe.name}: nothing is left to quantize; its rules name"
+            f" {', '.join(role.value for role in recipe.rules)}, and every such part is excluded"
             " or absent"
         )
     if recipe.format == "nvfp4":
@@ -128,42 +121,19 @@ def _check_widths(config: BeamConfig, roles: set[Role]) -> None:
                 )
 
 
-def tensor_parallel_sizes(config: BeamConfig, roles: Iterable[Role]) -> tuple[int, ...]:
-    """Tensor-parallel sizes at which every rank's input width keeps whole blocks of 16."""
-    split = []
-    for role in roles:
-        split.append(list(input_widths(config, role).values())[1])
-    return tuple(
-        size
-        for size in (1, 2, 4, 8, 16)
-        if all(k % size == 0 and (k // size) % NVFP4_BLOCK == 0 for k in split)
-    )
-
-
 def tensor_parallel_notes(
     config: BeamConfig, recipe: Recipe, units: frozenset[Unit]
 ) -> tuple[str, ...]:
-    """A warning where usual tensor-parallel sizes would cut a block of 16."""
-    if recipe.format != "nvfp4":
-        return ()
-    sizes = tensor_parallel_sizes(config, {role for _, role in units})
-    if {1, 2, 4, 8} <= set(sizes):
+    """A warning where a usual tensor-parallel size would cut a block of 16 of an input width."""
+    split = [list(input_widths(config, role).values())[1] for role in {role for _, role in units}]
+    sizes = [size for size in (1, 2, 4, 8, 16) if all(k % (size * NVFP4_BLOCK) == 0 for k in split)]
+    if recipe.format != "nvfp4" or {1, 2, 4, 8} <= set(sizes):
         return ()
     return (
         "NVFP4 blocks of 16 stay whole only at tensor-parallel sizes"
         f" {', '.join(map(str, sizes))}; serve with one of these (or expert parallel)",
     )
 
-
-# Where every output byte goes: drafts of jobs fill shards, and each tensor gets its offset.
-#
-# In: `Draft`s in the order of the output, and how many bytes a shard may hold. Out: shards with
-# their headers, and which drafts went into each. Nothing is read; every size follows from dtype
-# and shape.
-#
-# A draft is never split over shards, so what is computed together is written to one file. Within a
-# shard tensors lie by falling element size: loaders view a file as typed memory, holes are not
-# allowed, and so order must align each tensor to its own dtype.
 
 Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
 """(name, dtype, shape) of the tensors that one source tensor becomes."""
@@ -184,7 +154,8 @@ class Draft:
 
 
 def fill_shards(drafts: Iterable[Draft], limit: int) -> list[tuple[list[Draft], Shard]]:
-    """Shards in order, each with the drafts it holds. One larger than `limit` gets its own."""
+    """Shards in order, each with the drafts it holds; none is split. A draft larger than `limit`
+    bytes gets a shard of its own."""
     bins: list[list[Draft]] = []
     room = -1
     for draft in drafts:
@@ -199,6 +170,8 @@ def fill_shards(drafts: Iterable[Draft], limit: int) -> list[tuple[list[Draft], 
 
 def _layout(index: int, count: int, drafts: list[Draft]) -> Shard:
     entries = [entry for draft in drafts for _, _, outs in draft.members for entry in outs]
+    # Loaders view a file as typed memory and holes are not allowed, so the largest dtypes go first:
+    # then each tensor is aligned to its own.
     entries.sort(key=lambda entry: -ITEMSIZE[entry[1]])
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -226,10 +199,7 @@ def _layout(index: int, count: int, drafts: list[Draft]) -> Shard:
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    count = ITEMSIZE[dtype]
-    for size in shape:
-        count *= size
-    return count
+    return ITEMSIZE[dtype] * math.prod(shape)
 
 
 PLAN_FORMAT = 1  # raised whenever the same input would give other bytes
@@ -350,7 +320,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Work):
-    """A quantization: the work, and all that people and configs are told about it."""
+    """A quantization: the work, and all that reports and configs say of it."""
 
     recipe: Recipe
     units: frozenset[layout.Unit]
@@ -364,7 +334,7 @@ class Plan(Work):
 
     @property
     def bits_per_weight(self) -> float:
-        """Output tensor bits over source elements, scales and precise tensors included."""
+        """Output tensor bits over source elements, scales and unquantized tensors included."""
         return 8 * self.tensor_nbytes / self.total_parameters
 
 
@@ -398,7 +368,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         raise UsageError(f"--max-shard-size is {max_shard_bytes} bytes, expected at least 1")
     config = BeamConfig.from_dict(checkpoint.config)
     sources = map_sources(checkpoint, config)
-    exclusions = apply_exclusions(config, recipe, (role for role, _ in sources.found))
+    exclusions = apply_exclusions(recipe, (role for role, _ in sources.found))
     units = quantized_units(config, recipe, exclusions)
     jobs, shards = place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
     modules = layout.harmless_entries(
@@ -500,14 +470,8 @@ def _finish_job(draft: Draft, index: int, shard: int, placed: dict[str, OutputTe
 def _parameters_by_role(sources: SourceMap) -> dict[str, int]:
     counts = dict.fromkeys((role.value for role in Role), 0)
     for role, source in sources.found:
-        size = 1
-        for length in source.shape:
-            size *= length
-        counts[role.role.value] += size
+        counts[role.role.value] += math.prod(source.shape)
     for spec in sources.extra:
-        counts[_extra_role(spec)] += spec.numel
+        role_of_extra = Role.HEAD if spec.name == "lm_head.weight" else Role.EXTRA
+        counts[role_of_extra.value] += spec.numel
     return counts
-
-
-def _extra_role(spec: TensorSpec) -> str:
-    return Role.HEAD.value if spec.name == "lm_head.weight" else Role.EXTRA.value

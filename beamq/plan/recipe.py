@@ -1,26 +1,29 @@
-"""What becomes what: a recipe names a format for each role of linear; the rest stays precise.
+"""Recipes: a format for each role of linear; everything else stays in high precision.
 
 In: a built-in name or the path of a YAML file. Out: a frozen `Recipe` with a digest.
 
-A recipe is closed by default: unknown keys are refused, and a role no rule names keeps the
-precision of the source. The keys, all of them:
+A recipe is closed by default: unknown keys are refused, and a role that no rule names keeps the
+precision of the source. All keys:
 
     name         short name, used in cards and reports
     summary      one sentence for people
     rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8
-    scales       NVFP4 block scales; `sweep` (NVFP4's default): of the stored scales near, the one
-                 with the least squared error; `max`: from the block's largest magnitude alone, for
-                 the same bytes as Model-Optimizer's
-    weighting    what the sweep counts an expert's errors by: `none`, or `second-moment` of the
+    scales       NVFP4 block scales; `sweep` (NVFP4's default): of the nearby stored scales, the one
+                 with the least squared error; `max`: from the block's largest magnitude alone,
+                 which gives the same bytes as Model-Optimizer
+    weighting    how the sweep weighs an expert's errors: `none`, or by the `second-moment` of the
                  inputs that calibration saw
     rounding     of experts: `nearest`, or `gptq` with the activations that calibration saw; other
                  linears are rounded to nearest
     kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
                  Beam refuses them)
-    exclude      patterns of modules to leave precise (see `patterns.matches`)
+    exclude      patterns of modules to leave unquantized (see `matches`)
     bounds       what a sound result may lose at most (see `Bounds`); changes no byte of an output
 
-One format only: files that mix NVFP4 and FP8 load in vLLM alone, so such rules are refused.
+Rules that mix NVFP4 and FP8 are refused: such files load only in vLLM.
+
+A recipe may be a stranger's. Python's `re` cannot be stopped once it runs, so an exclude pattern
+that could take exponential time is refused beforehand.
 """
 
 from __future__ import annotations
@@ -41,12 +44,6 @@ from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import RecipeError, shown_value
 from beamq.io.files import parse_yaml, read_small
 
-# Exclude patterns: which modules a word, a glob or a regular expression names.
-#
-# In: a pattern from a command line or from a recipe that a stranger may have made, and a module's
-# name. Out: whether it is named. Python's `re` cannot be stopped, so an expression that could take
-# exponential time is refused before it runs.
-
 MAX_PATTERN = 300  # characters of a regular expression
 MAX_NAME = 200  # characters of a module that one is tried on
 MAX_REPEATS = 4
@@ -56,9 +53,9 @@ def matches(pattern: str, module: str) -> bool:
     """Whether an exclude pattern names a module.
 
     `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
-    `?` or `[`) that must match the whole name; otherwise a name: the whole module or a run of
-    its dotted parts (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
-    for a regular expression that is invalid or could run for ever (see `_slow`).
+    `?` or `[`) that must match the whole name; otherwise a name: the whole module or consecutive
+    dotted parts of it (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
+    for a regular expression that is invalid or could take exponential time (see `_slow`).
     """
     if pattern.startswith("re:"):
         return len(module) <= MAX_NAME and _compiled(pattern).fullmatch(module) is not None
@@ -69,7 +66,7 @@ def matches(pattern: str, module: str) -> bool:
 
 @lru_cache(maxsize=256)
 def _compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression behind `re:`, if it is one and cannot run for ever."""
+    """The regular expression after `re:`. Raises `RecipeError` (see `matches`)."""
     if len(pattern) > MAX_PATTERN or re.search(r"\(\?[aiLmsux-]", pattern):
         raise RecipeError(
             f"pattern {pattern[:60]!r}: flags, or more than {MAX_PATTERN} characters; simplify it"
@@ -80,15 +77,16 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
     slow = _slow(pattern[3:])
     if slow:
-        raise RecipeError(f"pattern {pattern!r}: {slow}, which could run for ever; simplify it")
+        raise RecipeError(
+            f"pattern {pattern!r}: {slow}, which could take exponential time; simplify it"
+        )
     return compiled
 
 
 def _slow(expression: str) -> str | None:
     """What in a valid regular expression can take more than polynomial time to fail, or None.
 
-    Exponential time needs a repeated group, or one optional item after another; `re` has no other
-    remedy against it than not to begin.
+    Exponential time needs a repeated group, or several optional items in a row.
     """
     position, repeats, before = 0, 0, ""
     while position < len(expression):
@@ -97,7 +95,7 @@ def _slow(expression: str) -> str | None:
             position, before = position + 2, "x"
             continue
         if character == "[":
-            position, before = _behind_set(expression, position), "x"
+            position, before = _after_set(expression, position), "x"
             continue
         if character in "*+?{" and before not in ("*", "("):
             if before == ")" and character != "?":
@@ -109,8 +107,8 @@ def _slow(expression: str) -> str | None:
     return f"more than {MAX_REPEATS} repeats" if repeats > MAX_REPEATS else None
 
 
-def _behind_set(expression: str, position: int) -> int:
-    """Where the set that begins at `position` is over. A `]` that comes first is one of it."""
+def _after_set(expression: str, position: int) -> int:
+    """The position after the set that begins at `position`. A leading `]` belongs to the set."""
     position += 2 if expression[position + 1] == "^" else 1
     begin = position
     while expression[position] != "]" or position == begin:
@@ -127,11 +125,11 @@ MAX_PATTERNS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What `verify --level forward` and comparison reports hold a result against; None: nothing.
+    """Limits that `verify --level forward` and comparison reports check a result against.
 
-    `mean_kld` in nats a token and `weight_error` (relative RMS of any one quantized linear) are
-    the most allowed; `same_top` (share of tokens with the same likeliest next token) and
-    `router_overlap` (share of chosen experts in common, in any one layer) the least.
+    Upper limits: `mean_kld` in nats per token, and `weight_error`, the relative RMS error of any
+    one quantized linear. Lower limits: `same_top`, the share of tokens with the same likeliest next
+    token, and `router_overlap`, the share of chosen experts in common, in any one layer.
     """
 
     mean_kld: float | None = None
@@ -161,13 +159,13 @@ class Recipe:
 
     @property
     def expert_method(self) -> str | None:
-        """How experts are rounded by their inputs (`gptq`, `second-moment`); None where without."""
+        """How experts' inputs steer their rounding: `gptq`, `second-moment`, or None: not."""
         if self.rounding == "gptq":
             return "gptq"
         return "second-moment" if self.weighting == "second-moment" else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain data, the way its YAML would read."""
+        """The recipe as plain data, as in its YAML."""
         data = dataclasses.asdict(self)
         data["rules"] = {role.value: fmt for role, fmt in self.rules.items()}
         data["exclude"] = list(self.exclude)
@@ -180,11 +178,9 @@ class Recipe:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def with_options(self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None) -> Recipe:
-        """This recipe with command-line options laid over it."""
-        data = self.to_dict()
-        data["exclude"] = [*self.exclude, *exclude]
-        data["kv_cache"] = kv_cache or self.kv_cache
-        return parse_recipe(data, origin=self.name)
+        """This recipe with command-line options added."""
+        options = {"exclude": [*self.exclude, *exclude], "kv_cache": kv_cache or self.kv_cache}
+        return parse_recipe({**self.to_dict(), **options}, origin=self.name)
 
 
 def load_recipe(name_or_path: str) -> Recipe:
@@ -257,12 +253,12 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
 
 
 def _check_method(recipe: Recipe, origin: str) -> None:
-    """Raise `RecipeError` where weighting or rounding has nothing to work on."""
+    """Raise `RecipeError` where weighting or rounding contradicts the rest."""
     if recipe.expert_method is None:
         return
     key = "rounding: gptq" if recipe.rounding == "gptq" else "weighting: second-moment"
     if recipe.rules.get(Role.EXPERT) != "nvfp4":
-        raise RecipeError(f"{origin}: {key} is for experts in NVFP4, and rules has none")
+        raise RecipeError(f"{origin}: {key} is for experts in NVFP4, and the rules name none")
     if recipe.scales != "sweep":
         raise RecipeError(f"{origin}: {key} chooses block scales itself; leave out scales: max")
     if recipe.rounding == "gptq" and recipe.weighting != "none":
@@ -285,7 +281,7 @@ def _rules(value: Any, origin: str) -> dict[Role, str]:
         if key not in names:
             raise RecipeError(
                 f"{origin}: rules names {str(key)[:60]!r}; only {', '.join(names)} can be"
-                " quantized, all else stays precise"
+                " quantized, everything else stays in high precision"
             )
         if fmt not in FORMATS:
             raise RecipeError(

@@ -1,7 +1,8 @@
-"""What a Beam needs when it is served: weight bytes for each GPU, KV cache, activations.
+"""What a Beam needs when it is served, and which machines can hold it.
 
-In: a `BeamConfig`, and which units are quantized to which format (nothing: the BF16 source).
-Out: bytes. Nothing is read or imported beyond that, so every figure follows from config.json.
+In: a `BeamConfig`, and which units are quantized to which format (none: the BF16 source).
+Out: bytes of weights, KV cache and activations for each GPU, and how they fit on `GPUS`. Every
+figure follows from config.json.
 
 Weights are kept as `WeightPart`s: sums over tensors that a server divides in the same way.
 
@@ -10,10 +11,16 @@ Weights are kept as `WeightPart`s: sums over tensors that a server divides in th
                            KV heads. Widths of NVFP4 experts are padded to 64 on each GPU.
     expert parallel (EP)   experts are divided; all else is on every GPU, and each GPU serves
                            sequences of its own, so a sequence's KV cache is not divided.
+
+A GPU's budget is `USABLE_SHARE` of its memory (vLLM's default gpu_memory_utilization), less
+`RUNTIME_NBYTES` and `activation_nbytes`; what the weights leave of it is for KV cache. GB are 1e9
+bytes and nominal: drivers report that or slightly more. These are estimates; a server measures its
+own memory when it starts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -33,7 +40,7 @@ LAYOUTS = ("tensor", "expert")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """Tensors of one role that are divided alike: into up to `pieces`, in steps of `step`.
+    """Tensors of one role that are divided in the same way: into `pieces`, in steps of `step`.
 
     `nbytes` includes `scale_nbytes`. One piece means a copy on every GPU.
     """
@@ -81,17 +88,14 @@ class Weights:
         return sum(part.parameters for part in chosen), sum(part.nbytes for part in chosen)
 
     def expert_padding(self, count: int) -> float:
-        """How much more than an even share NVFP4 experts take with TP on `count` GPUs: 0.2 is 20%.
-
-        Engines pad their width on each GPU.
-        """
+        """The share (0.2 is 20%) that padding adds to NVFP4 experts with TP on `count` GPUs."""
         parts = [part for part in self.parts if part.role is Role.EXPERT and part.step > 1]
         whole = sum(part.nbytes for part in parts)
         held = sum(part.share(count) for part in parts) * count
         return held / whole - 1 if whole else 0.0
 
     def per_gpu(self, layout: str, count: int) -> int | None:
-        """Bytes on each of `count` GPUs; None where the model cannot be divided so."""
+        """Bytes on each of `count` GPUs; None where the model cannot be divided like that."""
         if layout == "tensor":
             if not tensor_parallel_fits(self.config, self.blocked, count):
                 return None
@@ -166,12 +170,8 @@ def linear_nbytes(fmt: str | None, n: int, k: int) -> tuple[int, int]:
     """(bytes, of which scales) of one linear [n, k]; `fmt` None is BF16."""
     if fmt is None:
         return n * k * ITEMSIZE["BF16"], 0
-    sizes = []
-    for _, dtype, shape in quantized_tensors("", fmt, n, k):
-        size = ITEMSIZE[dtype]
-        for length in shape:
-            size *= length
-        sizes.append(size)
+    tensors = quantized_tensors("", fmt, n, k)
+    sizes = [ITEMSIZE[dtype] * math.prod(shape) for _, dtype, shape in tensors]
     return sum(sizes), sum(sizes[1:])
 
 
@@ -237,16 +237,6 @@ def activation_nbytes(config: BeamConfig) -> int:
     return BATCHED_TOKENS * (widest + residual) * ITEMSIZE["BF16"] + logits
 
 
-# Which machines hold a Beam that is served: GPUs by name, and what fits on so many of them.
-#
-# In: a model's `Weights`, a GPU, a count, a layout, a context. Out: a `Fit`: weights and KV cache
-# on each GPU, room, sequences.
-#
-# A GPU's budget is `USABLE_SHARE` of its memory, as vLLM's gpu_memory_utilization has it by
-# default, less `RUNTIME_NBYTES` and `activation_nbytes`; what weights leave of it is for KV
-# cache. GB are 1e9 bytes and nominal: drivers report the nominal size or somewhat more. The
-# allowances are estimates; a server's own profiling run has the last word.
-
 COUNTS = (1, 2, 4, 8, 16)
 USABLE_SHARE = 0.9
 RUNTIME_NBYTES = 1_500_000_000  # CUDA context, communication buffers, captured graphs
@@ -254,7 +244,7 @@ RUNTIME_NBYTES = 1_500_000_000  # CUDA context, communication buffers, captured 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU by the name `--gpu` knows, the label tables use, and its nominal bytes."""
+    """A GPU: its name for `--gpu`, its label in tables, its nominal bytes."""
 
     name: str
     label: str
@@ -288,7 +278,7 @@ def parse_gpu(text: str) -> tuple[Gpu, int | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a model sits on `count` GPUs. Bytes are for each GPU; `sequences` for all together."""
+    """How a model fits on `count` GPUs. Bytes are for each GPU, `sequences` for all together."""
 
     gpu: Gpu
     count: int
@@ -308,7 +298,7 @@ class Fit:
 def fit(
     weights: Weights, gpu: Gpu, count: int, layout: str, *, context: int, kv_itemsize: int = 2
 ) -> Fit | None:
-    """The sums for one machine; None where the model cannot be divided so."""
+    """The sums for one machine; None where the model cannot be divided like that."""
     config = weights.config
     held = weights.per_gpu(layout, count)
     if held is None:

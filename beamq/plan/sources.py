@@ -1,9 +1,9 @@
-"""Account for every tensor of a source: what it is, whether it is whole, and where its rows lie.
+"""Account for every tensor of a source: what it is, whether it is valid, and where its rows are.
 
-In: an opened `Checkpoint` and its `BeamConfig`. Out: `SourceMap`: one byte range for each
-tensor a Beam must have (packed 3-D experts cut into per-expert rows), the extra tensors that are
-copied bit for bit, and those left out on purpose with the reason. Anything missing, mis-shaped,
-mis-typed or already quantized is an error here, from the headers alone.
+In: an opened `Checkpoint` and its `BeamConfig`. Out: a `SourceMap`: one byte range for each tensor
+that a Beam must have (packed 3-D experts cut into rows of one expert), the extra tensors that are
+copied bit for bit, and those that are left out, with the reason. A tensor that is missing, has
+another shape or dtype, or is already quantized is an error here, from the headers alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SourceRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceMap:
-    """Every source tensor accounted for: `found` + `extra` + `dropped` are all there are."""
+    """Every source tensor: it is in `found`, `extra` or `dropped`."""
 
     found: tuple[tuple[TensorRole, SourceRange], ...]
     extra: tuple[TensorSpec, ...]
@@ -68,10 +68,10 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
     for role, shape in expected_tensors(config):
         spec = checkpoint.tensors.get(role.name)
         if spec is not None:
-            twin = packed.get((role.layer, packed_part(role))) if role.expert is not None else None
-            if twin is not None:
+            stack = packed.get((role.layer, packed_part(role))) if role.expert is not None else None
+            if stack is not None:
                 raise TensorError(
-                    f"layer {role.layer} has packed experts ({twin.name}) and per-expert ones"
+                    f"layer {role.layer} has packed experts ({stack.name}) and per-expert ones"
                     f" ({role.name}); remove one form"
                 )
             _check_spec(role, spec, shape)
@@ -91,16 +91,16 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
 
 
 def missing_tensors(count: int) -> str:
-    """How many tensors of a Beam are not there, as errors and notes say it."""
+    """How many tensors of a Beam are missing, for errors and notes."""
     each = ("tensor that config.json calls for is", "tensors that config.json calls for are")
     return f"{counted(count, *each)} missing"
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:
-    """Raise `AlreadyQuantizedError` if tensors are scales, or codes with a scale beside them.
+    """Raise `AlreadyQuantizedError` if tensors are scales, or codes that have scales.
 
-    Codes alone are enough where the config declares a quantization. Elsewhere one tensor of an odd
-    dtype is no quantized model: `map_sources` names it and its dtype.
+    Codes alone are enough where the config declares a quantization. Otherwise a tensor of an
+    unexpected dtype does not make a quantized model; `map_sources` reports it.
     """
     declared = checkpoint.config.get("quantization_config")
     claims = bool(declared) or checkpoint.source.has("hf_quant_config.json")
@@ -119,7 +119,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
 
 
 def _scaled(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor is a scale or the like, or has one beside it."""
+    """Whether a tensor is a scale, or has one."""
     module = name.removesuffix(".weight")
     return name.endswith(QUANTIZED_SUFFIXES) or any(
         module + suffix in checkpoint.tensors for suffix in QUANTIZED_SUFFIXES
@@ -127,7 +127,7 @@ def _scaled(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def is_quantized(spec: TensorSpec) -> bool:
-    """Whether a tensor is a scale, or one of Beam's own stored as codes."""
+    """Whether a tensor is a scale, or one of Beam's own tensors stored as codes."""
     if spec.name.endswith(QUANTIZED_SUFFIXES):
         return True
     codes = spec.dtype in ("U8", "I8", "F8_E4M3", "F8_E5M2")
@@ -199,16 +199,16 @@ def _leftovers(
 def _notes(
     checkpoint: Checkpoint, found: list[tuple[TensorRole, SourceRange]], extra: list[TensorSpec]
 ) -> Iterator[str]:
-    careless = [
+    not_fp32 = [
         role.name
         for role, source in found
         if role.role in FP32_ROLES and source.spec.dtype != "F32"
     ]
-    if careless:
+    if not_fp32:
         yield (
-            f"{counted(len(careless), 'router tensor is', 'router tensors are')} not FP32 in the"
-            " source (a cast before saving?);"
-            " their values are kept exactly and stored as FP32, but bits lost earlier stay lost"
+            f"{counted(len(not_fp32), 'router tensor is', 'router tensors are')} not FP32 in the"
+            " source (a cast before saving?); their values are stored as FP32 unchanged, but the"
+            " precision lost in that cast is not restored"
         )
     halves: dict[str, list[str]] = {"BF16": [], "F16": []}
     for name, dtype in {source.spec.name: source.spec.dtype for _, source in found}.items():
@@ -217,7 +217,7 @@ def _notes(
     if all(halves.values()):
         fewer, rest = sorted(halves, key=lambda dtype: len(halves[dtype]))
         yield (
-            f"{counted(len(halves[fewer]), 'tensor is', 'tensors are')} {fewer} among {rest} ones"
+            f"{counted(len(halves[fewer]), 'tensor is', 'tensors are')} {fewer}, the others {rest}"
             f" ({few(halves[fewer])}); their bits are read as the header says"
         )
     heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
@@ -230,19 +230,18 @@ def _notes(
     if others:
         yield (
             f"{counted(len(others), 'tensor is', 'tensors are')} not Beam's ({few(others)}); copied"
-            " bit for bit, but"
-            " vLLM and SGLang stop at names they do not know"
+            " bit for bit, but vLLM and SGLang stop at unknown names"
         )
-    beside = [
+    unlisted = [
         name
         for name in checkpoint.source.names()
         if name.endswith(".safetensors") and name not in checkpoint.files
     ]
-    if beside:
-        yield f"files that are not part of the model stay behind: {few(sorted(beside))}"
+    if unlisted:
+        yield f"files that are not part of the model are not copied: {few(sorted(unlisted))}"
     declared = "quantization_config" in checkpoint.config
     if declared or checkpoint.source.has("hf_quant_config.json"):
-        yield "the source's config claims a quantization its tensors do not have; claim dropped"
+        yield "the source's config declares a quantization that its tensors do not have; not copied"
 
 
 REPLACED_FILES = ("config.json", "hf_quant_config.json", "beamq.json")
@@ -251,7 +250,7 @@ _CARD = re.compile(r"README((?:\.source)*)\.md")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """A file that travels with the weights: `source` and `target` are relative to the folders."""
+    """A file that is copied along: `source` and `target` are relative to the folders."""
 
     source: str
     target: str
@@ -259,10 +258,10 @@ class Companion:
 
 
 def companion_files(files: SourceFiles) -> tuple[Companion, ...]:
-    """Tokenizer, templates, licence, code and sub-folders: everything but weights and configs.
+    """The files to copy: tokenizer, templates, licence, code and sub-folders.
 
-    Weights of any format, their indices, quantization configs and hidden files stay behind. The
-    source's README becomes README.source.md, and a README.source.md that it has from its own
+    Weights of any format, their indices, configs that are replaced and hidden files are left out.
+    README.md becomes README.source.md, and a README.source.md that the source has from its own
     source README.source.source.md. A link is followed only to a regular file.
     """
     found: list[Companion] = []
@@ -276,7 +275,7 @@ def companion_files(files: SourceFiles) -> tuple[Companion, ...]:
 
 
 def restored_name(companion: Companion) -> str | None:
-    """What a companion of a quantized folder was called in its source; None: it was not there."""
+    """The name that a file of a quantized folder had in its source; None if it had none there."""
     card = _CARD.fullmatch(companion.source)
     if card is None:
         return companion.target
