@@ -1,14 +1,14 @@
-"""Calibration: what text flows through the model, what is recorded, and what scales follow.
+"""Calibration: run text through the model and derive `input_scale`s from the inputs it records.
 
-    default_text   the text used when the user gives none: Python's standard library
-    tokens         the checkpoint's own tokenizer
-    rows, sources  files, folders and datasets as documents
-    data           documents as rows of token ids (`CalibrationData`)
-    stats          what calibration saw (`CalibrationStats`); merging
-    stats_file     that as one safetensors file
-    scales         `input_scale` of every quantized linear
-    coverage       which experts the data reached
+    options, setup   what was asked for; data, device and memory, checked before work
+    documents, data  `--data` as documents, then as full rows of token ids
+    run, collector   the forward pass and the observer that records largest magnitudes
+    expert_rounding  GPTQ and weighted rounding of experts in the same pass
+    statistics       `CalibrationStats`, its file, merging
+    input_scales     `input_scale` of every quantized linear; which experts the data reached
+    state            what a run saves so that it can resume
+    calibrate        the public call
 
-Nothing is re-exported: import from the module that makes a thing. None of these imports torch;
-arrays are numpy's, so that converting with a statistics file does not wait for torch.
+Nothing is re-exported. Only setup, collector, run, expert_rounding and state import torch, so a
+conversion with a statistics file does not wait for it.
 """

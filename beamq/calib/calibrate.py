@@ -1,9 +1,8 @@
-"""`calibrate`: a checkpoint and text in, a statistics file out; the whole of `beamq calibrate`.
+"""`calibrate`: a checkpoint and text in, a statistics file out; all of `beamq calibrate`.
 
-Everything that can be known first is: the source's headers, the data, the device, the memory.
-Then `CalibrationPass` takes all samples through the model, a layer at a time. Its state lies
-beside the statistics (`STATS.state`) and goes when the file is whole; a run that was stopped
-continues from there and ends with the same bytes.
+Headers, data, device and memory are checked first. `CalibrationPass` then takes all samples
+through the model, one layer at a time. Its state is in the folder `STATS.state`, which is deleted
+when the file is whole; a stopped run resumes from there and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def calibrate(
 
 
 def state_folder(target: Path) -> Path:
-    """Where a run that makes the file `target` keeps its state."""
+    """The folder in which a run that writes `target` keeps its state."""
     return target.with_name(target.name + STATE_SUFFIX)
 
 
@@ -109,7 +108,7 @@ def _in_the_way(target: Path) -> ResumeError:
 
 
 def _finished(target: Path, setup: CalibrationSetup) -> CalibrationStats | None:
-    """The statistics of this very run if `target` has them already and `resume` was given."""
+    """The statistics of this same run, if `target` already has them and `resume` was given."""
     if not target.exists() or setup.options.overwrite:
         return None
     if not setup.options.resume:
@@ -125,7 +124,7 @@ def _finished(target: Path, setup: CalibrationSetup) -> CalibrationStats | None:
 
 
 def _differences(found: CalibrationStats, setup: CalibrationSetup) -> list[str]:
-    """What was asked for when `found` was made and is not now, as options."""
+    """The options that differ from those with which `found` was made."""
     options, wanted = setup.options, setup.data_record()
     if len(found.data) != 1:
         return [f"{len(found.data)} data sets merged"]
@@ -176,7 +175,7 @@ def _run(target: Path, setup: CalibrationSetup, events: CalibrationEvents) -> Ca
 def run_pass(
     setup: CalibrationSetup, state: RunState, on_layer: Callable[[LayerDone], None]
 ) -> CalibrationStats:
-    """The pass alone, with signals caught."""
+    """The forward pass, interruptible by signals."""
     from beamq.calib.run import CalibrationPass
 
     stop = threading.Event()

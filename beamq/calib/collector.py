@@ -1,16 +1,19 @@
-"""From what flows through a forward pass to statistics: the observer that calibration uses.
+"""Statistics from a forward pass: the observer that calibration uses, and what follows each layer.
 
-In: inputs of linears and choices of routers, as `model.observe` shows them, layer by layer. Out:
-for each finished layer its `InputStats` by entry and its routed tokens (`LayerRecord`).
+In: inputs of linears and choices of routers, layer by layer (`model.context.Observer`). Out: for
+each finished layer a `LayerRecord`: `InputStats` by entry, and tokens routed to each expert.
 
-The one idea: each input is looked at once, on the device where it is, by a reduction that makes
-no copy of it; what is kept is a few numbers for each expert. Nothing waits for the device before
-the layer's end. Largest magnitudes are exact: those of the activation dtype, widened to FP32.
+The one idea: each input is read once, on its device, by a reduction that makes no copy; only a few
+numbers for each expert are kept. Nothing waits for the device before the layer ends. Largest
+magnitudes are exact: those of the activation dtype, widened to FP32.
 
-Tokens with a NaN or infinity at some input are left out of that input's statistics, all of the
-token, and counted (`suspects`).
+A token with a NaN or infinity at some input is left out of that input's statistics and counted
+(`suspects`). Its hidden states stay non-finite after that layer, and attention soon spreads them
+over the sequence, because it multiplies masked values by 0 and 0 times infinity is NaN. So
+`TokenWatch` looks for bad tokens in the hidden states once a layer, and `suspects` says at which
+input they began.
 
-Limits: one layer at a time; with experts="all" the routed inputs are not looked at.
+Limits: one layer at a time; with experts="all", routed inputs are not observed.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ _ATTENTION = ("qkv_gate", "o_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
-    """A finished layer. `suspects` maps modules to tokens left out at their input, where any were;
-    for the experts, the first module of them."""
+    """A finished layer. `suspects` maps a module to the tokens left out at its input; for experts,
+    the first such module."""
 
     layer: int
     inputs: dict[str, InputStats]
@@ -54,7 +57,7 @@ class _RunningEntry:
 
 
 class Collector(Observer):
-    """An `Observer`. `take(layer)` ends a layer; `stopped` may end the pass from outside."""
+    """`take(layer)` ends a layer; when `stopped()`, the next input raises `Interrupted`."""
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class Collector(Observer):
         return 0.0 if entry is None else float(entry.amax.max())
 
     def take(self, layer: int) -> LayerRecord:
-        """What was seen of `layer`; the collector is then ready for the next one."""
+        """The record of `layer`; the collector is then ready for the next one."""
         inputs: dict[str, InputStats] = {}
         suspects: dict[str, int] = {}
         for name, entry in self._entries.items():
@@ -202,16 +205,13 @@ def _busy(offsets: Sequence[int]) -> Iterator[tuple[int, int, int]]:
             yield place, offsets[place], offsets[place + 1]
 
 
-# How much of a layer its batches have passed, for whoever shows progress within layers.
-#
-# In: the pass, as an observer. Out: calls of `tell(layer, share)`, each time a batch enters a
-# layer, with the share (0 to 1) of batches that entered before it. Limits: where experts come in
-# slices or are visited, all batches enter before the first of them is through; where processes
-# share batches, each sees its own only.
-
-
 class LayerPace(Observer):
-    """Counts `batches` into each layer; no input is copied or looked at."""
+    """Progress within a layer: calls `tell(layer, share)` each time one of `batches` enters it,
+    with the share (0 to 1) of those that entered before. No input is read.
+
+    Limits: where experts come in slices or are rounded, all batches enter before the first one is
+    through; a process sees its own batches only.
+    """
 
     expert_inputs = False
 
@@ -222,7 +222,7 @@ class LayerPace(Observer):
         self._entered = 0
 
     def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
-        """The first of a layer's inputs is a batch that enters it."""
+        """A layer's first input means that a batch enters it."""
         if group != "qkv_gate":
             return
         if layer != self._layer:
@@ -231,18 +231,8 @@ class LayerPace(Observer):
         self._entered += 1
 
 
-# Statistics of several ranks as one, and tokens that went bad: what happens between two layers.
-#
-# In: what the collector has of a finished layer, at this rank; hidden states. Out: the layer's
-# statistics over all ranks, and which tokens hold a NaN or infinity, by sequence and position.
-#
-# A token that is not finite at some input has hidden states that are not finite behind that layer,
-# and never gets well again. Its sequence soon follows: attention weighs masked values with 0, and
-# 0 times infinity is NaN. So bad tokens are looked for in the hidden states, once a layer, and the
-# input where it began is found in the collector's counts.
-
 MAX_DROPPED_SHARE = 0.01
-"""Of all tokens. One bad sequence among 128 is passed over, two of them stop the run."""
+"""Of all tokens. One bad sequence among 128 is dropped; two of them stop the run."""
 
 
 def combine(records: Sequence[LayerRecord]) -> LayerRecord:
@@ -289,17 +279,17 @@ class TokenWatch:
     def continue_from(
         self, hidden: Iterable[torch.Tensor], dropped: int, names: Sequence[str]
     ) -> None:
-        """Take up the state of an earlier run."""
+        """Restore the state of an earlier run."""
         self._bad = self.bad_tokens(dict(enumerate(hidden)))
         self.dropped, self.names = dropped, list(names)
 
     def look_at_embeddings(self, hidden: Sequence[torch.Tensor]) -> None:
-        """As `look`, in front of the first layer."""
+        """Like `look`, before the first layer."""
         self._count(self.bad_tokens(dict(enumerate(hidden))), "in its embedding")
 
     def bad_tokens(self, hidden: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Which tokens of the batches in `hidden`, by number, are not finite: bool [rows, length]
-        on the CPU. Sound batches are left out."""
+        """Which tokens are not finite, for each batch number in `hidden` with any: bool [rows,
+        length] on the CPU."""
         fine = {number: _finite(h_TK) for number, h_TK in hidden.items()}  # all before any answer
         return {
             number: (~h_TK.isfinite().all(1)).cpu().view(-1, self._length)
@@ -308,7 +298,7 @@ class TokenWatch:
         }
 
     def look(self, record: LayerRecord, bad: Mapping[int, torch.Tensor]) -> None:
-        """Count and name what went bad in this layer: `bad_tokens` of all batches behind it.
+        """Count and name tokens that went bad in this layer: `bad_tokens` of all batches after it.
 
         Raises `CalibrationError` when more than `MAX_DROPPED_SHARE` of all tokens are bad.
         """
@@ -332,7 +322,7 @@ class TokenWatch:
     def _name(
         self, bad_RT: torch.Tensor, known: Sequence[bool], first_row: int, where: str
     ) -> None:
-        """Name sequences that were sound so far."""
+        """Name sequences that were finite so far."""
         for row, bad_T in enumerate(bad_RT):
             places = bad_T.nonzero().flatten().tolist()
             if not places or known[row] or len(self.names) >= MAX_DROPPED_NAMES:
@@ -344,6 +334,6 @@ class TokenWatch:
 
 
 def _finite(h_TK: torch.Tensor) -> torch.Tensor:
-    """A bool []; without a copy of the tensor."""
+    """Bool [], computed without a copy of the tensor."""
     low, high = torch.aminmax(h_TK)
     return low.isfinite() & high.isfinite()

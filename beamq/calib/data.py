@@ -1,19 +1,19 @@
-"""Calibration data: documents from anywhere, as full rows of token ids, the same for a seed.
+"""Calibration data: documents as full rows of token ids, the same for the same seed.
 
-In: `--data` specs (see `calib.sources`), the checkpoint's tokenizer, samples, length, seed.
+In: `--data` specs (calib/documents.py), the checkpoint's tokenizer, samples, length, seed.
 Out: `CalibrationData`: `input_ids` [S, T] int64, its digest, and a record of what was used.
 
-The one idea: each source gives documents until it has its share of S x T tokens, in proportion
-to its weight; then all documents are shuffled together, joined with the end-of-text token after
-each, and cut every T tokens. Every row is full (no padding, no lengths), a row may hold several
-documents, and no token sees another row. Weights hold in tokens, not in documents.
+The one idea: each source gives documents until it has its share of S x T tokens, in proportion to
+its weight. All documents are then shuffled together, joined with the end-of-text token after each,
+and cut every T tokens. Every row is full (no padding), a row may hold several documents, and no
+token sees another row. Weights count tokens, not documents.
 
-A source with too little text gives what it has; the others are not stretched to make up for it,
-so the mix is not quietly another one. The result then has fewer rows than asked, `notes` say so
-and the record has both numbers. Less than one row is an error.
+A source with too little text gives what it has, and the others are not stretched to make up for
+it, so that the mix stays as asked. The result then has fewer rows than asked; `notes` and the
+record say so. Less than one row is an error.
 
-Limits: the last piece of a source is cut where its share is full, and up to T-1 tokens of a
-corpus that is too short are left over. All rows are in memory: 8 bytes a token.
+Limits: the last document of a source is cut where its share is full, and up to T-1 tokens of a
+corpus that is too short are not used. All rows are in memory: 8 bytes a token.
 """
 
 from __future__ import annotations
@@ -35,19 +35,14 @@ from beamq.calib.documents import DataSpec, SourceLog, documents, in_pieces, par
 from beamq.errors import CalibrationError, MissingDependencyError, UsageError
 from beamq.io.files import read_json_object
 
-# The text to calibrate on when the user gives none: sources of Python's standard library.
+# The default text: sources of Python's standard library, as the running Python has them.
 #
-# In: a split. Out: the sources of a fixed list of modules, as the running Python has them.
-#
-# Code is what Beam is for, every machine that runs beamq has these files, and nothing need be
-# downloaded. The list is sorted and taken apart by position: odd positions calibrate, even ones
-# evaluate, so a comparison on the default text never judges a checkpoint on what it was calibrated
-# on. A module keeps its side even where another is absent (Linux distributions leave some out).
-# The modules exist in Python 3.11 to 3.13. Their text differs between Python versions, so the
-# description names the version, and the digest of the data (`calib.data`) tells two apart.
-#
-# Limits: half of the list is some 3.5 MB, about a million tokens. Tables (`html.entities`), tests
-# and packages that distributions split off (tkinter, idlelib, lib2to3) are not in it.
+# Beam is for code, every machine that runs beamq has these files, and nothing need be downloaded.
+# Odd positions of the sorted list calibrate, even ones evaluate, so that a comparison on the
+# default text never judges a checkpoint by text it was calibrated on. A module keeps its side
+# even where another is missing. The list holds for Python 3.11 to 3.13, some 3.5 MB or a million
+# tokens for each half, without tests, tables and packages that distributions split off. The text
+# differs between Python versions: the description names the version, the digest shows it.
 
 Split = Literal["calibration", "evaluation"]
 
@@ -91,28 +86,28 @@ MODULES: tuple[str, ...] = tuple(_NAMES.split())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultText:
-    """`description` for people and records; `texts` maps a module's name to its source."""
+    """`texts` maps a module's name to its source; records show `description`."""
 
     description: str
     texts: dict[str, str]
 
     def digests(self) -> frozenset[str]:
-        """SHA-256 of each source, to show that two texts have no file in common."""
+        """SHA-256 of each source, to test that two texts have no file in common."""
         return frozenset(
             hashlib.sha256(text.encode("utf-8")).hexdigest() for text in self.texts.values()
         )
 
 
 def split_modules(split: Split) -> tuple[str, ...]:
-    """The modules of one side: odd positions of the list calibrate, even ones evaluate."""
+    """Names of one half: odd positions of the list calibrate, even ones evaluate."""
     return MODULES[1::2] if split == "calibration" else MODULES[0::2]
 
 
 def default_text(split: Split = "calibration", *, root: Path | None = None) -> DefaultText:
-    """Read one side of the list. `root` is the library's folder (the running Python's if None).
+    """Read one half of the list from `root`, by default the running Python's library.
 
-    Raises `CalibrationError` where fewer than half of the sources are there (a Python that ships
-    its library zipped or compiled only).
+    Raises `CalibrationError` if fewer than half of the sources exist, as in a Python whose library
+    is zipped or compiled.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     wanted = split_modules(split)
@@ -140,20 +135,15 @@ def _source(root: Path, module: str) -> str | None:
     return None
 
 
-# The checkpoint's own tokenizer: text to ids, conversations to text, and the separator.
-#
-# In: a checkpoint folder. Out: a `CheckpointTokenizer`.
-#
-# Text goes through `tokenizer.json` with the `tokenizers` library, which loads in milliseconds and
-# runs nothing that the checkpoint brought. Only conversations need transformers, for the chat
-# template (rendered in its sandbox); `trust_remote_code` is never given. Special tokens are neither
-# added nor escaped: text that was rendered with a chat template beforehand means what it says.
-#
-# The separator between documents is the tokenizer's `eos_token`, or `eos_token_id` of config.json.
-
-
 class CheckpointTokenizer:
-    """Encode text and render conversations as the checkpoint in `folder` would."""
+    """The checkpoint's own tokenizer: text to ids, conversations to text, and the `separator`
+    between documents (`eos_token`, or `eos_token_id` of config.json).
+
+    Text needs the `tokenizers` library alone, which loads in milliseconds and runs no code from the
+    checkpoint. Only conversations need transformers, for the chat template (rendered in its
+    sandbox, never with `trust_remote_code`). Special tokens are neither added nor escaped, so text
+    that was rendered with a chat template before means the same here.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Raises `CalibrationError` where `folder` has no usable tokenizer.json or separator."""
@@ -171,7 +161,7 @@ class CheckpointTokenizer:
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as fault:  # the library raises plain Exception for anything unreadable
             raise CalibrationError(f"{path}: not a tokenizer: {str(fault)[:120]}") from fault
-        # A saved tokenizer may truncate or pad every text to the length it was last used with.
+        # A saved tokenizer may truncate or pad texts to the length that it was last used with.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._folder = folder
@@ -193,10 +183,10 @@ class CheckpointTokenizer:
         return ids
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """A conversation as the chat template writes it; None where the template refuses it.
+        """A conversation in the form of the chat template; None where the template refuses it, as
+        templates do on purpose (for roles that do not alternate, say).
 
-        Templates refuse on purpose (roles that don't alternate, say); that is the row's fault.
-        A tokenizer without a template is an error: no row could be used.
+        Raises `CalibrationError` for a tokenizer without a template: no row could be used.
         """
         if self._chat is None:
             self._chat = self._load_chat()
@@ -273,8 +263,8 @@ class SourceRecord:
 class CalibrationData:
     """`input_ids` [S, T] int64, every row full; `digest` is a SHA-256 over shape and ids.
 
-    `notes` are sentences for the user: what is less than was asked for. `document_digests` tell
-    whether two data sets share a document (`shared_documents`).
+    `notes` are sentences for the user: where this is less than was asked for. `document_digests`
+    show whether two data sets share a document (`shared_documents`).
     """
 
     input_ids: NDArray[np.int64]
@@ -301,7 +291,7 @@ class CalibrationData:
         return int(self.input_ids.size)
 
     def to_dict(self) -> dict[str, Any]:
-        """The record for JSON: everything but the ids. Holds no path of this machine."""
+        """For JSON: everything but the ids, without paths of this machine."""
         return {
             "digest": self.digest,
             "samples": self.samples,
@@ -355,8 +345,7 @@ def load_calibration_data(
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` in proportion to `weights`, exactly; what rounding leaves goes to the largest
-    remainders."""
+    """Split `total` in proportion to `weights`; the largest remainders get what rounding leaves."""
     whole = math.fsum(weights)
     exact = [total * (weight / whole) for weight in weights]
     parts = [math.floor(part) for part in exact]
@@ -367,7 +356,7 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def shared_documents(first: CalibrationData, second: CalibrationData) -> int:
-    """How many distinct documents two data sets have in common; 0 between the default's halves."""
+    """Number of distinct documents in both data sets; 0 for the two halves of the default."""
     return len(first.document_digests & second.document_digests)
 
 
@@ -378,7 +367,7 @@ def _draw(
     texts = documents(spec, seed=seed, piece=piece, render=tokenizer.render, log=log)
     taken = list(_tokens(texts, tokenizer, quota))
     notes = [
-        f"{spec.name}: passed over {count} {reason} (first: {log.examples[reason]})"
+        f"{spec.name}: skipped {count} {reason} (first: {log.examples[reason]})"
         for reason, count in log.skipped.items()
     ]
     if not taken and quota:

@@ -1,20 +1,25 @@
-"""What `--data` names: a spec parsed, and its documents in a seeded order.
+"""The documents that `--data` names, in an order that a seed fixes.
 
 In: specs such as `notes.md`, `src/`, `chats.jsonl:0.3`, `owner/name,split=test:2`.
 Out: `DataSpec` and, from `documents`, an iterator of texts that is read only as far as needed.
 
-The one idea: a file is a row of *units* (a stretch of a text file, a block of lines, a row group
-of a parquet file) that can be counted from its size or footer alone. Units of a whole folder are
-shuffled, then read one by one until the caller has enough. So a corpus of any size costs what is
-used of it, and one long file cannot crowd out the others: a text file is taken in pieces of a few
-rows, cut at line ends, each a document of its own.
+The one idea: a file is a sequence of *units* (a stretch of a text file, a block of lines, a row
+group of a parquet file) that are counted from the file's size or footer alone. The units of a whole
+folder are shuffled, then read one by one until the caller has enough. A corpus of any size costs
+what is used of it, and one long file cannot crowd out the others. A text file gives pieces of a few
+rows of tokens, cut at line ends, each a document of its own.
 
     DATA          file | folder | dataset            then optionally `:WEIGHT`
     dataset       owner/name[,config=C][,split=S][,revision=R]     on the Hugging Face Hub
 
-A name that exists on disk is a path, whatever it looks like (`odd:0.5` may be a file). A folder
-is read recursively: .txt .md .py as text, .jsonl .parquet as rows; hidden entries are left out.
-Limits: UTF-8 only; a file above 65,536 units (1 GB of text at 2,048 tokens) is sampled evenly.
+A name that exists on disk is a path, even if it looks otherwise (`odd:0.5`). Folders are read
+recursively, without hidden entries: .txt .md .py as text, .jsonl .parquet as rows. A row's document
+is its `text`, or its `messages` (objects with `role` and `content`) through the tokenizer's chat
+template. A row with neither column is an error, because a guessed column would calibrate on data
+that nobody chose.
+
+Limits: UTF-8 only; a file of more than 65,536 units (1 GB of text at 2,048 tokens) is sampled
+evenly. Why not the `datasets` library for files: ADR 13.
 """
 
 from __future__ import annotations
@@ -33,19 +38,7 @@ from typing import Any, Literal
 from beamq.errors import BeamqError, CalibrationError, MissingDependencyError
 from beamq.io.hub import hub_call
 
-# Rows of .jsonl and .parquet files and of Hub datasets, and the text in a row.
-#
-# In: a file's stretch, or a dataset's name. Out: `Row`s (a mapping, and a way to say where it
-# stood); `text_of` turns one into a document.
-#
-# A row's `text` is used as it is; without one, its `messages` (a list of objects with `role` and
-# `content`) go through the tokenizer's chat template. A row with neither column is an error that
-# lists its columns, since guessing a column calibrates on something nobody chose. A row whose text
-# is empty, or whose conversation the template refuses, is passed over.
-#
-# Lines are read by byte offset, never as a whole file: a line belongs to the stretch it starts in.
-# `datasets` and `pyarrow` are imported where first used (0.2 to 1 s, and most runs need neither).
-# A Hub dataset is streamed through a shuffle buffer, so only what is used is downloaded.
+# `datasets` and `pyarrow` are imported where they are used: 0.2 to 1 s, and most runs need neither.
 
 COLUMNS = ("text", "messages")
 MAX_LINE_BYTES = 1 << 28
@@ -58,14 +51,14 @@ Skip = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and where it is from (called only for a message: finding a line number reads)."""
+    """One row. `where` names its place; it is called for messages only, since it reads the file."""
 
     values: Mapping[str, Any]
     where: Callable[[], str]
 
 
 def text_of(row: Row, *, render: Render, skip: Skip) -> str | None:
-    """A row's document, or None (and `skip` told why) where it has nothing to give."""
+    """A row's document, or None where it has none, after a call of `skip` with the reason."""
     text, messages = row.values.get("text"), row.values.get("messages")
     if not any(column in row.values for column in COLUMNS):
         columns = ", ".join(list(map(str, row.values))[:8]) or "none"
@@ -90,12 +83,12 @@ def text_of(row: Row, *, render: Render, skip: Skip) -> str | None:
 
 
 def _sound(text: str) -> str:
-    """JSON may hold half a surrogate pair, which no tokenizer takes; it becomes `?`."""
+    """`text` with `?` for half a surrogate pair: JSON may hold one, no tokenizer accepts it."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _conversation(messages: Any, row: Row) -> list[dict[str, Any]]:
-    """Check `messages`; columns that a table filled with nulls are left out of each message."""
+    """Check `messages`; keys whose value is null (tables fill them in) are left out."""
     good = isinstance(messages, list) and all(
         isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
     )
@@ -113,8 +106,7 @@ def jsonl_rows(path: Path, start: int, stop: int) -> list[Row]:
     found: list[Row] = []
     with path.open("rb") as file:
         if start:
-            # The byte before tells whether a line starts at `start`; one that starts earlier
-            # and reaches past `stop` leaves nothing for this stretch.
+            # Skip the line that starts before `start`; it may reach past `stop`.
             file.seek(start - 1)
             if not file.readline(stop - start + 1).endswith(b"\n"):
                 return found
@@ -232,7 +224,7 @@ def _look_up(name: str, revision: str | None) -> None:
 
 
 def _only_split(name: str, splits: Mapping[str, Any]) -> Any:
-    """The split to use where none was named: `train`, or the only one."""
+    """The split to use if none was named: `train`, or the only one."""
     if "train" in splits:
         return splits["train"]
     if len(splits) == 1:
@@ -259,7 +251,7 @@ _HUB_OPTIONS = ("config", "split", "revision")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """One `--data`. `name` is what records show: never a path, which is the user's own business."""
+    """One `--data`. Records show `name`, which is never a path: paths are private to the user."""
 
     text: str
     kind: Literal["file", "folder", "hub"]
@@ -271,14 +263,14 @@ class DataSpec:
 
 @dataclass(slots=True, kw_only=True)
 class SourceLog:
-    """What reading a source met: files considered, and what was passed over and why."""
+    """What was read of a source: number of files, and what was skipped and why."""
 
     files: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def skip(self, reason: str, where: str) -> None:
-        """Count something passed over; the first of each reason is named."""
+        """Count something skipped; the first example of each reason is kept."""
         self.skipped[reason] += 1
         self.examples.setdefault(reason, where)
 
@@ -287,7 +279,7 @@ class SourceLog:
 class _Unit:
     """Bytes [start, stop) of a text or .jsonl file, or row group `start` of a .parquet file.
 
-    `length` is what a unit of this file has, even where the end of the file left this one less.
+    `length` is the length of this file's units; the last one may be shorter.
     """
 
     path: Path
@@ -298,7 +290,7 @@ class _Unit:
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Read one `--data`. Raises `CalibrationError` for a bad weight, or a name that is nothing."""
+    """Read one `--data`. Raises `CalibrationError` for a bad weight or a name of nothing known."""
     if not text.strip():
         raise CalibrationError("--data is empty; give a file, a folder or a dataset's name")
     if Path(text).expanduser().exists():
@@ -329,10 +321,8 @@ def parse_spec(text: str) -> DataSpec:
 
 
 def _looks_like_path(name: str) -> bool:
-    """Whether a name that is not there was meant for a file or folder, not for a dataset.
-
-    By how it begins, how it ends, or since the folder it would lie in is here.
-    """
+    """Whether a name that does not exist was meant as a path rather than as a dataset: by its
+    beginning, its suffix, or because its parent folder exists."""
     path = Path(name)
     begins = name.startswith((".", "~", "/"))
     ends = path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES)
@@ -340,7 +330,7 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _split_weight(text: str) -> tuple[str, float]:
-    """Take `:0.3` off; a colon before what is no number (`C:\\data`) belongs to the name."""
+    """Split off `:0.3`. A colon that no number follows (`C:\\data`) belongs to the name."""
     name, colon, tail = text.rpartition(":")
     try:
         weight = float(tail)
@@ -366,9 +356,9 @@ def _path_spec(text: str, name: str, weight: float) -> DataSpec:
 def documents(
     spec: DataSpec, *, seed: str, piece: int, render: Render, log: SourceLog
 ) -> Iterator[str]:
-    """Texts of a source in an order that `seed` fixes, none much longer than 2 x `piece`.
+    """Texts of a source in an order that `seed` fixes, of at most about 2 x `piece` characters.
 
-    `render` turns a conversation into text. What is passed over is counted in `log`.
+    `render` turns a conversation into text. What is skipped is counted in `log`.
     """
     rng = random.Random(seed)
     if spec.path is None:
@@ -382,10 +372,10 @@ def documents(
 
 
 def in_pieces(texts: Iterable[str], *, piece: int, rng: random.Random) -> Iterator[str]:
-    """Cut texts above 2 x `piece` characters at line ends; one piece of each first, then the rest.
+    """Cut texts above 2 x `piece` characters at line ends. Yield one piece of each such text in its
+    place and the others at the end, so that a book in one row does not fill every sample.
 
-    A book in one row would otherwise fill every sample. What waits is bounded: past
-    `MAX_WAITING_CHARACTERS` pieces come as they are met.
+    What waits is bounded: past `MAX_WAITING_CHARACTERS`, pieces are yielded at once.
     """
     waiting: list[str] = []
     characters = 0
@@ -444,7 +434,7 @@ def _row_texts(found: Iterable[Row], render: Render, log: SourceLog) -> Iterator
 
 
 def _walk(spec: DataSpec) -> list[Path]:
-    """Files of a folder that hold data, sorted; neither hidden entries nor linked folders."""
+    """Data files of a folder, sorted; without hidden entries and linked folders."""
     found: list[Path] = []
 
     def refuse(fault: OSError) -> None:
@@ -462,7 +452,7 @@ def _walk(spec: DataSpec) -> list[Path]:
 
 
 def _units(path: Path, piece: int, named: bool) -> list[_Unit]:
-    """The stretches a file is read in. Where there would be too many, evenly spaced ones."""
+    """The units of a file; evenly spaced ones where there would be too many."""
     if path.suffix == ".parquet":
         return [_Unit(path, group, group, 0, named) for group in range(parquet_groups(path))]
     length = piece if path.suffix in TEXT_SUFFIXES else JSONL_BLOCK_BYTES
@@ -478,9 +468,9 @@ def _units(path: Path, piece: int, named: bool) -> list[_Unit]:
 
 
 def _text_piece(unit: _Unit, log: SourceLog) -> Iterator[str]:
-    """The lines that start at bytes [start, stop), as text; nothing where there is only space.
+    """The lines that start at bytes [start, stop), as text, if there is more than white space.
 
-    A file that isn't UTF-8 is an error where the user named it, and passed over in a folder.
+    A file that is not UTF-8 is an error if the user named it, and skipped in a folder.
     """
     data = _lines(unit)
     try:
@@ -500,8 +490,8 @@ def _text_piece(unit: _Unit, log: SourceLog) -> Iterator[str]:
 def _lines(unit: _Unit) -> bytes:
     """Bytes from the first boundary at or after `start` to the first at or after `stop`.
 
-    A boundary is just after a newline; in a longer line than a unit, between two characters.
-    Being a function of the position alone, it makes neighbouring units meet exactly.
+    A boundary follows a newline or, in a line longer than a unit, lies between two characters. It
+    depends on the position alone, so neighbouring units meet exactly.
     """
     before = max(unit.start - 1, 0)
     with unit.path.open("rb") as file:

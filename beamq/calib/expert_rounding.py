@@ -1,23 +1,27 @@
-"""Round a layer's experts by what calibration has just learned of their inputs.
+"""Round a layer's experts by the inputs that calibration has just recorded.
 
-In: a visited layer (`model.visit`): its experts' weights, and every batch's input of them. Out:
-codes, block scales and a global scale for each scale group, handed to `write` as they are made.
+In: a layer after its forward pass (`VisitedLayer`): its experts' weights, and every batch's input
+of them. Out: codes, block scales and a global scale for each scale group, handed to `write`.
 
-    method "gptq"            full second moments of the inputs, GPTQ (`gptq`)
-    method "second-moment"   their diagonal alone, as weights of the scale sweep (`formats.sweep`)
+    method "gptq"            full second moments of the inputs, GPTQ (formats/gptq.py)
+    method "second-moment"   their diagonal, as weights of the scale sweep (formats/nvfp4.py)
 
-The one idea: the visit comes when the layer's `input_scale`s are known, so inputs are quantized
-exactly as they will be served, and the moments are those of what the rounded weights will meet.
-Experts are taken a few at a time: their inputs are computed anew (gate and up once more for
-`down`, by the exact weights), summed up, used and dropped. Moments of K inputs take 4 K^2 bytes for
-each expert, 27 GB for a whole layer of the real model; a few at a time take what is allowed.
+The one idea: this runs when the layer's `input_scale`s are known, so inputs are quantized exactly
+as they will be served, and the moments are those of what the rounded weights will multiply. A few
+experts at a time: their inputs are computed again (for `down` with the exact gate and up), summed
+up, used and dropped. Moments of K inputs take 4 K^2 bytes for each expert, 27 GB for a whole layer
+of the real model.
 
-gate and up read the same inputs, so they share moments as they share a global scale. An expert with
-fewer rows than inputs is drawn towards the moments of all of the layer's (`gptq.shrunk`).
+gate and up read the same inputs, so they share moments as they share a global scale. An expert
+with fewer rows than inputs is drawn towards the moments of the whole layer (`gptq.shrunk`).
 
-Several processes round their own experts each; what they must share goes by `amax` and by the
-layer's exchange. Limits: weights must be on hand exactly, so the activation dtype must hold the
-source's.
+Rows of an expert are gathered over batches until they are many, so that each step is one large
+call. When this happens depends on the expert's own rows alone, so neither the experts that are
+summed together nor the number of processes changes a bit. Sums are of `code * block_scale`, exact
+in BF16 (a common factor changes nothing). Rows that are not finite count as zeros.
+
+Each process rounds its own experts; `amax` and the layer's exchange share what they must share.
+Limits: the activation dtype must hold the source's weights exactly.
 """
 
 from __future__ import annotations
@@ -42,30 +46,14 @@ from beamq.model.gemm.products import swiglu
 from beamq.model.gemm.reference import nvfp4_operand
 from beamq.model.moe import ExpertSlice
 
-# Second moments of what a layer's experts will be fed, from the inputs of a calibration pass.
-#
-# In: a visited layer (`model.visit`) and its `input_scale`s. Out: for a few experts at a time their
-# mean second moments [E, K, K], or the diagonals [E, K] alone, shrunk (`gptq.shrunk`).
-#
-# The one idea: an expert's rows are gathered from batch after batch until they are many, so that
-# quantizing them as served, the product for `down` by the exact weights, and the sum of products
-# are each one large call. When that is done depends on the expert's own rows alone, not on which
-# experts are summed together nor on which process has them: so neither changes a bit.
-#
-# Sums are of `code * block_scale`, exact in BF16; a common factor changes nothing. On GPUs products
-# are BF16 GEMMs with FP32 sums. Rows that are not finite count as zeros.
-#
-# The sum over all of a layer's experts (the pool) is made only where one of those to be rounded has
-# fewer rows than inputs. Processes hand it on in the order of experts, as they do with outputs.
-
 CHUNK_NBYTES = {"cuda": 24 << 30, "cpu": 1 << 30}
-"""What experts that are rounded together may take; it decides no bit."""
+"""Limit for experts that are rounded together; it changes no bit of the result."""
 FLUSH_WIDTHS = 2  # rows are summed up once there are so many times the input's width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Group:
-    """`pool` is a sum over `pool_rows` rows; None where every expert has rows enough."""
+class _Shared:
+    """What experts share: `pool` sums `pool_rows` rows; None if every expert has enough rows."""
 
     scale: torch.Tensor
     pool: torch.Tensor | None
@@ -73,36 +61,39 @@ class _Group:
 
 
 class ExpertMoments:
-    """Of one layer. `prepare` each group at every process, then ask `of` any experts."""
+    """Mean second moments for experts of one layer: [E, K, K], or their diagonals [E, K].
+
+    Call `prepare` for each group in every process, then `of` for any experts.
+    """
 
     def __init__(
         self, seen: LayerExperts, *, full: bool, gemm: Gemm, check: Callable[[], None]
     ) -> None:
-        """`full`: matrices, not diagonals. `check` may end the work, between two inputs."""
+        """`full`: matrices, not diagonals. `check` may end the work between two inputs."""
         self._seen = seen
         self._full = full
         self._gemm = gemm
         self._check = check
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _Shared] = {}
 
     def prepare(self, group: str, input_scale: float, width: int, experts: Set[int]) -> None:
-        """What `experts` (all that are to be rounded, at whatever process) share."""
+        """Compute what `experts` (all that any process is to round) share."""
         scale = torch.tensor(input_scale, dtype=torch.float32, device=self._seen.device)
-        self._groups[group] = _Group(scale=scale, pool=None, pool_rows=0.0)
+        self._groups[group] = _Shared(scale=scale, pool=None, pool_rows=0.0)
         if all(self._seen.rows_E[expert] >= width for expert in experts):
             return
         if not any(self._seen.rows_E):
-            raise RuntimeError("a layer whose experts read no token was visited")
+            raise RuntimeError("the experts of this layer read no token")
         pool, rows = self._token_pool() if group == "gate_up" else self._down_pool(width)
-        self._groups[group] = _Group(scale=scale, pool=pool, pool_rows=rows)
+        self._groups[group] = _Shared(scale=scale, pool=pool, pool_rows=rows)
 
     def of(self, group: str, part: ExpertSlice, experts: Sequence[int]) -> torch.Tensor:
-        """Shrunk means for `experts` of `part`."""
+        """Means for `experts` of `part`, shrunk (`gptq.shrunk`)."""
         shared, rows_E = self._groups[group], self.rows(experts)
         return shrunk(self._sums(group, part, experts), rows_E, shared.pool, shared.pool_rows)
 
     def rows(self, experts: Sequence[int]) -> torch.Tensor:
-        """How many rows each expert was given, FP32 [E]."""
+        """Number of rows of each expert, FP32 [E]."""
         counts = [float(self._seen.rows_E[expert]) for expert in experts]
         return torch.tensor(counts, device=self._seen.device)
 
@@ -133,7 +124,7 @@ class ExpertMoments:
         return total
 
     def _token_pool(self) -> tuple[torch.Tensor, float]:
-        """Every token is read by as many experts as any other, so each may count once."""
+        """Sum over all tokens. The same number of experts reads each, so each counts once."""
         pool: torch.Tensor | None = None
         rows = 0
         for x_TK, _ in self._seen.inputs():
@@ -146,7 +137,7 @@ class ExpertMoments:
         return pool, float(rows)
 
     def _down_pool(self, width: int) -> tuple[torch.Tensor, float]:
-        """Sum over all rows of all experts, from expert to expert and process to process."""
+        """Sum over all rows of all experts, in the order of experts over all processes."""
         pool = torch.zeros((width, width) if self._full else (width,), device=self._seen.device)
         self._seen.exchange.receive(pool)
         for part in self._seen.parts():
@@ -178,14 +169,14 @@ class ExpertMoments:
 
 
 def expert_nbytes(shape: tuple[int, ...], *, full: bool) -> int:
-    """What rounding one expert takes: sums and three copies on the way to the factor; the weights
-    twice in FP32 and once as loaded, and what is moved or tried."""
+    """Bytes for rounding one expert: sums and three copies until the factor; the weights twice in
+    FP32 and once as loaded; moved and tried values."""
     n, k = shape[-2:]
     return 4 * (4 * k * k * full + 4 * n * k)
 
 
 def chunks(experts: Sequence[int], weight_ENK: torch.Tensor, *, full: bool) -> Iterator[list[int]]:
-    """Experts in runs that fit the device."""
+    """Experts in groups that fit the device."""
     one = expert_nbytes(tuple(weight_ENK.shape), full=full)
     most = max(1, CHUNK_NBYTES[weight_ENK.device.type] // one)
     for start in range(0, len(experts), most):
@@ -206,8 +197,8 @@ def weight_of(part: ExpertSlice, group: str) -> torch.Tensor:
 
 
 GROUPS = ("gate_up", "down_proj")
-FLOOR = 1e-3  # of the mean second moment, added to each: no column counts for nothing
-WRITERS = 4  # threads that hand over what a chunk of experts gave
+FLOOR = 1e-3  # of the mean second moment, added to each, so that no column has weight 0
+WRITERS = 4  # threads that call `write`
 
 Group = tuple[int, str]
 """An expert and one of `GROUPS`."""
@@ -217,7 +208,7 @@ Group = tuple[int, str]
 class RoundedGroup:
     """One scale group on the host: `codes` U8 [N, K/2], `block_scale` U8 (E4M3 bits) [N, K/16].
 
-    `zero_blocks` and `underflow_blocks` are counted as plain rounding counts them.
+    `zero_blocks` and `underflow_blocks` are the counts of plain rounding (`cpu.Nvfp4Counts`).
     """
 
     codes: torch.Tensor
@@ -229,11 +220,11 @@ class RoundedGroup:
 
 
 class ExpertRounding:
-    """An `PostLayerHook`. `wanted` has, by layer, the groups that are to be rounded.
+    """A `PostLayerHook`. `wanted` has the groups to round, by layer; all processes of a pass have
+    the same, and each rounds those of its own experts.
 
-    `amax(layer, group)` is the largest input magnitude over all experts of the layer; it is asked
-    for once a layer and group. `write` is called from several threads. Processes that share a pass
-    have the same `wanted`, and round those of their own experts.
+    `amax(layer, group)` is the largest input magnitude over all experts of the layer, called once
+    for each layer and group. `write` is called from several threads.
     """
 
     def __init__(
@@ -263,8 +254,8 @@ class ExpertRounding:
         return bool(self._wanted.get(layer))
 
     def run(self, seen: LayerExperts) -> None:
-        """Round and write all that is wanted of the layer. Raises `TensorError` for weights that
-        are not finite, `Interrupted`, and what `write` raises."""
+        """Round and write the wanted groups of the layer. Raises `TensorError` for weights that are
+        not finite, `Interrupted`, and what `write` raises."""
         moments = ExpertMoments(seen, full=self._full, gemm=self._gemm, check=self._check)
         wanted = self._wanted[seen.layer]
         for group, width in self._widths.items():
@@ -337,7 +328,7 @@ def _on_host(
     amax_E: torch.Tensor,
     counts_E2: torch.Tensor,
 ) -> list[RoundedGroup]:
-    """What was found, by expert, in few transfers."""
+    """Results by expert, in few transfers."""
     codes, block_scales = _to_host(codes_ENH), _to_host(block_scale_ENB.view(torch.uint8))
     found = zip(scale_E.tolist(), amax_E.tolist(), counts_E2.tolist(), strict=True)
     return [
@@ -356,17 +347,17 @@ def _on_host(
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    # Pinned, since pageable memory is several times slower to reach.
+    # To pinned memory: a copy to pageable memory is several times slower.
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def input_scale(amax: float) -> float:
-    """The `input_scale` that will be written for this amax (see `calib.scales`)."""
+    """The `input_scale` that will be written for this amax (calib/input_scales.py)."""
     return float(max(np.float32(amax) / AMAX_PER_SCALE, MIN_SCALE))
 
 
 def rounding_nbytes(device: str, config: BeamConfig) -> int:
-    """What rounding takes of the device at once, beside weights and activations."""
+    """Bytes of the device that rounding takes, besides weights and activations."""
     shape = (2 * config.moe_intermediate_size, config.hidden_size)
     one = expert_nbytes(shape, full=True)
     return max(min(CHUNK_NBYTES[device], config.num_experts * one), one)

@@ -1,6 +1,7 @@
-"""`input_scale` of every NVFP4 linear, from what calibration saw at its input.
+"""`input_scale` of every NVFP4 linear from calibration statistics, and which experts they cover.
 
-In: `CalibrationStats` and the model's config. Out: `InputScales`, a lookup by module name.
+In: `CalibrationStats` and the model's config. Out: `InputScales`, a lookup by module name; and
+`Coverage`, as JSON or as lines of at most 80 columns.
 
     input_scale = amax / 2688        in FP32; 2688 = 6 x 448, the largest E2M1 times the largest
                                      E4M3 value; the engines compute 1 / input_scale
@@ -8,14 +9,14 @@ In: `CalibrationStats` and the model's config. Out: `InputScales`, a lookup by m
 Linears that an engine fuses read the same input, so they share the value: q, k, v and the output
 gate; gate and up. All experts of a layer share one value for gate and up, and one for down: the
 largest among them. The engines' expert kernels take that maximum anyway (vLLM over all of w13 and
-w2, SGLang for each), so what is written is what is served, and an expert that calibration never
-reached, or whose input was always zero, gets the largest of its peers with no further rule.
+w2, SGLang for each), so the file has what is served. An expert that no token reached, or whose
+input was always zero, needs no further rule.
 
-Only a layer whose *every* input was zero or nearly so is left for the floor, `MIN_SCALE` = 2**-64:
-the scale stays a normal number with a finite reciprocal (2**64), and its product with a weight
-scale stays normal too. An amax of 1e-36 would otherwise give a denormal, and 1 / that infinity.
+If every input of a layer was zero or nearly so, the scale is `MIN_SCALE` = 2**-64: a normal number
+with a finite reciprocal, also as a product with a weight scale. An amax of 1e-36 would otherwise
+give a denormal, whose reciprocal is infinite.
 
-Limits: amax only; what clips better than a maximum is a recipe's business.
+Limits: amax only, no clipping.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.statistics import CalibrationStats, InputStats, entry_of, layer_of
+from beamq.calib.statistics import CalibrationStats, entry_of, layer_of
 from beamq.errors import CalibrationError
 
 AMAX_PER_SCALE = np.float32(2688.0)
@@ -38,9 +39,9 @@ CONSTANT_SCALE = np.float32(1.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputScales:
-    """`input_scale` by module name. `by_entry` is None where every linear has the same constant.
+    """`input_scale` by module name. `by_entry` is None if every linear has the same constant.
 
-    `floored` names the entries whose scale is the floor; `digest` identifies all values.
+    `floored` names the entries whose scale is `MIN_SCALE`; `digest` identifies all values.
     """
 
     by_entry: Mapping[str, np.float32] | None
@@ -50,7 +51,7 @@ class InputScales:
     def scale(self, module: str) -> np.float32:
         """The scale of one linear (`model.layers.3.mlp.experts.7.down_proj`).
 
-        Raises `CalibrationError` for a linear that calibration did not look at.
+        Raises `CalibrationError` for a linear without statistics.
         """
         entry, _ = entry_of(module)
         if self.by_entry is None:
@@ -69,8 +70,8 @@ class InputScales:
 
 
 def input_scales(stats: CalibrationStats, config: BeamConfig) -> InputScales:
-    """Scales from statistics. Raises `CalibrationError` where these cannot be of `config`'s model,
-    or an entry saw no token at all."""
+    """Scales from statistics. Raises `CalibrationError` if these do not fit `config`'s model, or if
+    an entry has no token."""
     check_shapes(stats, config)
     scales: dict[str, np.float32] = {}
     floored: list[str] = []
@@ -90,12 +91,12 @@ def input_scales(stats: CalibrationStats, config: BeamConfig) -> InputScales:
 
 
 def constant_scales() -> InputScales:
-    """1.0 for every linear, as `--no-calibration` writes: right up to an |x| of 2688."""
+    """1.0 for every linear (`--no-calibration`): represents |x| up to 2688."""
     return InputScales(by_entry=None, floored=(), digest=_digest("constant 1.0"))
 
 
 def check_shapes(stats: CalibrationStats, config: BeamConfig) -> None:
-    """Raise `CalibrationError` where an entry has no place in a model of this config."""
+    """Raise `CalibrationError` if an entry does not fit a model of this config."""
     for name, entry in stats.inputs.items():
         layer, group = layer_of(name), name.split(".", 2)[2]
         if layer >= config.num_layers:
@@ -108,19 +109,15 @@ def check_shapes(stats: CalibrationStats, config: BeamConfig) -> None:
                 raise _unfit(name, f"layer {layer} is {kind}")
             if entry.amax.shape != (config.num_experts,):
                 raise _unfit(name, f"it has {entry.amax.size} experts, not {config.num_experts}")
-        _check_width(name, entry, _widths(config)[group])
+        moment, width = entry.second_moment, _widths(config)[group]
+        if moment is not None and moment.shape[-1] != width:
+            raise _unfit(name, f"its second moments are of {moment.shape[-1]} inputs, not {width}")
     for layer, counts in stats.routed_tokens.items():
         if layer not in config.sparse_layers or counts.shape != (config.num_experts,):
             raise _unfit(
                 f"layers.{layer}.experts.routed_tokens",
                 f"the model's sparse layers have {config.num_experts} experts each",
             )
-
-
-def _check_width(name: str, entry: InputStats, width: int) -> None:
-    moment = entry.second_moment
-    if moment is not None and moment.shape[-1] != width:
-        raise _unfit(name, f"its second moments are of {moment.shape[-1]} inputs, not {width}")
 
 
 def _widths(config: BeamConfig) -> dict[str, int]:
@@ -152,15 +149,10 @@ def _digest(text: str) -> str:
     return hashlib.sha256(f"beamq input scales 1\n{text}".encode()).hexdigest()
 
 
-# Which experts the calibration data reached, layer by layer.
-#
-# In: `CalibrationStats` (and the config, to check them by). Out: `Coverage`, as JSON or as lines of
-# at most 80 columns.
-#
-# An expert is *uncalibrated* where no token stood behind its statistics (with `experts="all"` none
-# is), and has *zero amax* where tokens did but their values were all zero, or too small for a scale
-# of their own. Neither is an error (`calib.scales` gives both the largest of their peers), but a
-# layer with many says that the data does not exercise the model.
+# Coverage: an expert is *uncalibrated* if no token contributed to its statistics (never with
+# `experts="all"`), and has *zero amax* if its inputs were all zero or too small for a scale. Both
+# get the largest scale of their layer's experts and are no error, but a layer with many of them
+# shows that the data does not exercise the model.
 
 WIDTH = 80
 
@@ -181,7 +173,7 @@ class LayerCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """All sparse layers. `calibrated` of `experts` had tokens behind their statistics."""
+    """All sparse layers. `calibrated` of `experts` have statistics from at least one token."""
 
     mode: str
     total_tokens: int
@@ -200,7 +192,7 @@ class Coverage:
         return {**asdict(self), "percent": self.percent}
 
     def lines(self) -> list[str]:
-        """A table for people, 80 columns wide at most, one line for each layer."""
+        """A table of at most 80 columns, one line for each layer."""
         title = (
             f"experts calibrated: {self.calibrated:,} of {self.experts:,} ({self.percent:.1f}%),"
             f" {self.total_tokens:,} tokens, experts={self.mode}"
@@ -216,7 +208,7 @@ class Coverage:
 
 
 def coverage(stats: CalibrationStats, config: BeamConfig | None = None) -> Coverage:
-    """Read coverage off the statistics. Raises `CalibrationError` where they don't fit `config`."""
+    """Coverage from statistics. Raises `CalibrationError` if they do not fit `config`."""
     if config is not None:
         check_shapes(stats, config)
     layers = tuple(_layer(stats, layer) for layer in sorted(stats.routed_tokens))
@@ -258,7 +250,7 @@ def _indices(chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> tuple[int, ...]:
 
 
 def remarks(layer: LayerCoverage) -> str:
-    """What is to be seen in a layer, if anything is."""
+    """What is remarkable in a layer, or an empty string."""
     found = [f"uncalibrated {_short(layer.uncalibrated)}"] if layer.uncalibrated else []
     found += [f"zero {group} {_short(which)}" for group, which in layer.zero_amax.items() if which]
     return "; ".join(found)

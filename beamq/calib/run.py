@@ -1,14 +1,14 @@
-"""The forward pass that calibration watches: all samples through all layers, resumable.
+"""The forward pass of a calibration: all samples through all layers, resumable.
 
 In: `CalibrationSetup` (checkpoint, options, data, device). Out: `CalibrationStats`.
 
-    embed -> [layer: forward, collect, meet, look for bad tokens, `after`, save] ... -> statistics
+    embed -> [layer: forward, collect, gather ranks, look for bad tokens, `after`, save] ...
 
 The one idea: a layer's statistics are complete when the last batch has left it, while the next
-layer is already being read. `after(layer, ...)` gets them at that moment; a converter that taps
-the loader's reads needs nothing more to write the layer out.
+layer is already being read. `after` gets them at that moment, and `tap` sees every tensor that the
+loader reads: a converter needs nothing more to write the layer in the same pass.
 
-What is on the device at once is `calib.device`'s plan. Limits: prefill; rows of one length.
+Limits: prefill; rows of one length. `setup.DevicePlan` says what the device holds at once.
 """
 
 from __future__ import annotations
@@ -39,29 +39,24 @@ from beamq.model.layer_stream import LayerStream, PrefetchingLoader
 from beamq.model.loader import LayerLoader, Tap
 from beamq.version import __version__
 
-# Keep a long pass on a CPU from growing: what libraries hold on to, layer after layer.
-#
-# Two things grow that no tensor of ours accounts for. oneDNN, which runs torch's BF16 products,
-# keeps a compiled kernel for every shape it has met, and each expert's row count is a new shape:
-# some 10 MB a layer, up to 1,024 kernels. And glibc keeps what is freed between what is not: sizes
-# differ from layer to layer, so the holes do not fit. Both are process-wide settings, harmless to
-# others: kernels are compiled again in microseconds, free memory is taken again as it is needed.
+# Two things grow in a long pass on a CPU that no tensor accounts for. oneDNN keeps a kernel for
+# every shape, and each expert's number of rows is a new shape: some 10 MB a layer, up to 1,024
+# kernels. And glibc keeps freed memory in holes that the next layer's sizes do not fit. Both caps
+# hold for the whole process and cost others nothing.
 
 KEPT_KERNELS = "64"
 TRIM_SECONDS = 1.0
 
 
 def cap_kernel_caches() -> None:
-    """Before the first product of the process; later it has no effect. The user's own wins."""
+    """Takes effect before the first product of the process. The user's own setting wins."""
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, KEPT_KERNELS)
 
 
 class HeapTrim:
-    """Hands unused heap back to the system now and then, where the C library can (glibc).
-
-    Not after every small layer: what is handed back and needed again costs page faults.
-    """
+    """Returns unused heap to the system where the C library can (glibc), at most once a second,
+    since memory that is needed again costs page faults."""
 
     def __init__(self) -> None:
         try:
@@ -79,7 +74,7 @@ class HeapTrim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerDone:
-    """Told after each of `layers` layers: its own statistics; source bytes of layers so far."""
+    """One of `layers` layers is done: its own statistics, and source bytes of the layers so far."""
 
     layer: int
     layers: int
@@ -90,7 +85,7 @@ class LayerDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingRequest:
-    """Experts to be rounded on the way: see `ExpertRounding`."""
+    """Experts to round in the same pass: see `ExpertRounding`."""
 
     wanted: Mapping[int, Set[Group]]
     method: str
@@ -99,11 +94,11 @@ class RoundingRequest:
 
 
 class CalibrationPass:
-    """One run. `stopped` ends it between two inputs; `state` is begun and removed by the caller.
+    """One run. `stopped` ends it between two inputs; the caller begins and removes `state`.
 
-    `tap` sees every tensor the loader reads, once; `after` each finished layer's statistics.
-    `rounding` has experts rounded as soon as their layer's inputs are known. `passed` is told of a
-    layer and the share of its batches that have passed, while it runs.
+    `tap` sees each tensor that the loader reads, once; `after` each finished layer's statistics.
+    `rounding` has experts rounded as soon as their layer's inputs are known. `passed` gets a layer
+    and the share of its batches that have entered it.
     """
 
     def __init__(

@@ -1,13 +1,19 @@
-"""What a calibration needs and can have before its first layer: data, device, memory, model.
+"""What a calibration needs before its first layer: data, device, memory, the model's identity.
 
-In: an open source and `CalibrationOptions`. Out: `CalibrationSetup`. Faults of the data, the
-device or the options end the run here, before any work.
+In: an open source and `CalibrationOptions`. Out: `CalibrationSetup`, with a `DevicePlan` whose
+figures are upper bounds of what tensors take. Faults of the data, the device or the options end
+the run here, before any work.
+
+On the device: two units of weights (one in use, one read ahead), one batch's activations, and the
+hidden states of all samples as far as they fit. Whole layers come first, then states. Where not
+even whole layers fit, their experts come in slices and all states wait on the host. On a CPU,
+device and host are one, and the limit applies to weights and activations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,12 +28,17 @@ from beamq.model.layer_stream import activation_bytes, experts_per_slice, layer_
 from beamq.ranks import Ranks
 from beamq.version import __version__
 
-if TYPE_CHECKING:
-    import torch
+BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
+FREE_SHARE = 0.9  # of a GPU's free memory, where no limit was given
+_UNITS = 2  # of weights: one in use, one read ahead
+_FP32 = 4
 
 
 class CalibrationSetup:
-    """Raises `CalibrationError`, `UsageError`, `DeviceError` or `MemoryBudgetError` when made."""
+    """Data, device, plan and fingerprint of one calibration.
+
+    Raises `CalibrationError`, `UsageError`, `DeviceError` or `MemoryBudgetError` when made.
+    """
 
     def __init__(
         self,
@@ -70,19 +81,16 @@ class CalibrationSetup:
 
     @property
     def state_nbytes(self) -> int:
-        """Bytes on disk of a run's state: two sets of hidden states, the old one until the new one
-        is whole."""
+        """Bytes on disk of a run's state: two sets of hidden states, old and new."""
         itemsize = 4 if self.options.dtype == "float32" else 2
         return 2 * self.data.tokens * int(self.checkpoint.config["hidden_size"]) * itemsize
 
     def data_record(self) -> dict[str, Any]:
-        """What the statistics say of the data, and of how it was run."""
+        """The record of the data and of the activations' dtype in the statistics."""
         return {**self.data.to_dict(), "activations": self.options.dtype}
 
     def identity(self) -> dict[str, str]:
-        """What must be equal for a run to continue another; options under their names."""
-        import torch
-
+        """What must be equal for a run to resume another; options have their flags as keys."""
         return {
             "version of beamq": __version__,
             "version of torch": torch.__version__,
@@ -96,27 +104,11 @@ class CalibrationSetup:
         }
 
 
-# Where a calibration runs and what it needs there: the device, batches, memory.
-#
-# In: headers, the number of tokens, a limit. Out: a `DevicePlan` whose figures are upper bounds of
-# what tensors take, known before any work.
-#
-# On the device: two units of weights (one in use, one read ahead), one batch's activations, and the
-# hidden states of all samples as far as they fit. Whole layers come first, then states; where not
-# even whole layers fit, their experts come in slices and all states wait on the host. On a CPU
-# device and host are one, and the limit is on weights and activations.
-
-BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
-FREE_SHARE = 0.9  # of a GPU's free memory, where no limit was given
-_UNITS = 2  # of weights: one in use, one read ahead
-_FP32 = 4
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePlan:
-    """Experts to a slice (None: whole layers) and bytes of states on the device (None: all).
+    """Experts in a slice (None: whole layers) and bytes of states on the device (None: all).
 
-    `device_nbytes` is what a GPU needs, 0 on a CPU; `host_nbytes` what the host does.
+    `device_nbytes` is what a GPU needs (0 on a CPU), `host_nbytes` what the host needs.
     """
 
     slice_experts: int | None
@@ -142,59 +134,31 @@ def plan_device(
     rounds_experts: bool = False,
     taken_nbytes: int = 0,
 ) -> DevicePlan:
-    """The plan of one process, beside `taken_nbytes` that others will take of a GPU.
+    """The plan of one process, if others take `taken_nbytes` of its GPU.
 
     Raises `MemoryBudgetError` if one expert at a time is too much.
     """
     config = BeamConfig.from_dict(checkpoint.config)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    on_gpu = device.type == "cuda"
     budget = options.max_device_memory
-    if budget is None and device.type == "cuda":
+    if budget is None and on_gpu:
         budget = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]) - taken_nbytes
     batch = max(rows.stop - rows.start for rows in batch_rows(device, samples, length)) * length
-    return fit(
-        checkpoint,
-        config,
-        dtype=getattr(torch, options.dtype),
-        batch_tokens=batch,
-        tokens=samples * length,
-        experts=len(own_experts(ranks, config)),
-        budget=budget,
-        on_gpu=device.type == "cuda",
-        rounding_nbytes=rounding_nbytes(device.type, config) if rounds_experts else 0,
-    )
-
-
-def fit(
-    checkpoint: Checkpoint,
-    config: BeamConfig,
-    *,
-    dtype: torch.dtype,
-    batch_tokens: int,
-    tokens: int,
-    experts: int,
-    budget: int | None,
-    on_gpu: bool = False,
-    rounding_nbytes: int = 0,
-) -> DevicePlan:
-    """`plan_device` from its numbers; `experts` are this process's own, of each layer.
-
-    `rounding_nbytes` is what rounding experts on the way takes of the device, if it is done.
-    """
+    rounding = rounding_nbytes(device.type, config) if rounds_experts else 0
+    experts = len(own_experts(ranks, config))
     sizes = layer_bytes(checkpoint, config, dtype)
-    activations = activation_bytes(config, batch_tokens, dtype) + rounding_nbytes
-    states = tokens * config.hidden_size * dtype.itemsize
+    activations = activation_bytes(config, batch, dtype) + rounding
+    width = samples * length * config.hidden_size
+    states = width * dtype.itemsize
     weights = _UNITS * (sizes.base + sizes.expert * experts)
     count, resident = None, None
-    if budget is not None:
-        rest = budget - weights - activations
-        if rest < 0:
-            found = experts_per_slice(
-                checkpoint, config, dtype, budget - rounding_nbytes, batch_tokens
-            )
-            count, resident = min(found or experts, experts), 0
-            weights = _UNITS * (sizes.base + sizes.expert * count)
-    if count is not None or experts < config.num_experts or rounding_nbytes:
-        states += tokens * config.hidden_size * _FP32  # sums between slices, or ranks
+    if budget is not None and weights + activations > budget:
+        found = experts_per_slice(checkpoint, config, dtype, budget - rounding, batch)
+        count, resident = min(found or experts, experts), 0
+        weights = _UNITS * (sizes.base + sizes.expert * count)
+    if count is not None or experts < config.num_experts or rounding:
+        states += width * _FP32  # sums between slices, or ranks
     if budget is not None and count is None and states > budget - weights - activations:
         resident = budget - weights - activations
     on_device = states if resident is None else min(states, resident)

@@ -1,15 +1,16 @@
-"""What a calibration saves on its way, so that a killed one goes on where it was.
+"""What a calibration saves so that a killed run can resume.
 
-    identity.json                what run this is
+    identity.json                which run this is
     stats-0007.safetensors       statistics of layers 0 .. 7
-    hidden-0007.safetensors      hidden states behind layer 7, one tensor a batch
-    stats.safetensors            statistics of all layers, where a conversion goes on after them
+    hidden-0007.safetensors      hidden states after layer 7, one tensor a batch
+    stats.safetensors            statistics of all layers, for a conversion that continues
 
-The statistics come first; once the hidden states have their name, both are whole, and what was
-saved before goes. Everything is exact, so the result of a resumed run has the same bits.
+The statistics are written first. Once the hidden states have their name, both are whole, and the
+older pair is deleted. Everything is exact, so a resumed run ends with the same bits. The state of
+another run is refused, with what differs.
 
-Hidden states of a real run are gigabytes, so not every layer is saved: only when the last save
-took less than a twentieth of the time since. Another run's state is refused, by name.
+Hidden states of a real run are gigabytes, so a layer is saved only when the last save took less
+than a twentieth of the time since.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class RunState:
         self._saved_at = time.monotonic()
 
     def check_options(self) -> None:
-        """Raise `ResumeError` where a state is there that was begun with other options."""
+        """Raise `ResumeError` if a state exists that was begun with other options."""
         odd = self._differences(only_options=True)
         if odd:
             raise self._other_run(odd)
 
     def _differences(self, *, only_options: bool = False) -> list[str]:
-        """How the state that is there, if any, was begun otherwise; options with both values."""
+        """How an existing state differs from this run; options with both values."""
         path = self.folder / IDENTITY
         if not path.exists():
             return []
@@ -109,7 +110,7 @@ class RunState:
         )
 
     def check_space(self, nbytes: int) -> None:
-        """Raise `DiskError` where a state of so many bytes does not fit the disk. Makes nothing."""
+        """Raise `DiskError` if a state of `nbytes` does not fit the disk. Creates nothing."""
         place = self.folder.absolute()
         while not place.exists():
             place = place.parent
@@ -124,7 +125,7 @@ class RunState:
             )
 
     def load(self) -> Saved | None:
-        """The latest whole state, if there is one."""
+        """The latest whole state, if any."""
         layers = [int(found[1]) for found in map(_HIDDEN.fullmatch, self._files()) if found]
         if not layers:
             return None
@@ -152,7 +153,7 @@ class RunState:
         self._cost = self._saved_at - begun
 
     def save_final(self, stats: CalibrationStats) -> None:
-        """Save the statistics of the whole run, for a caller that has more to do with them."""
+        """Save the statistics of the whole run, for a caller that continues with them."""
         save_stats(stats, self.folder / FINAL)
 
     def load_final(self) -> CalibrationStats | None:
@@ -172,7 +173,7 @@ class RunState:
                 (self.folder / name).unlink()
 
     def _files(self) -> list[str]:
-        """What was saved; the lock, which is hidden, is not."""
+        """Names of saved files, without the lock, which is hidden."""
         return sorted(
             path.name
             for path in self.folder.iterdir()

@@ -1,6 +1,7 @@
-"""What calibration saw at the inputs of Beam's linears, and which tokens went to which expert.
+"""Calibration statistics: largest magnitudes at the inputs of linears, tokens of each expert.
 
-In: arrays from the forward pass (or a file, see `calib.stats_file`). Out: `CalibrationStats`.
+In: arrays from the forward pass, or a file that anyone may have made. Out: `CalibrationStats`, and
+one safetensors file. Every value of a file is checked; nothing is unpickled.
 
 The one idea: linears that read the same input share one entry, and the experts of a layer share
 one array. A real Beam has 37,632 expert linears and 260 attention ones; here they are 2 arrays of
@@ -13,14 +14,21 @@ one array. A real Beam has 37,632 expert linears and 260 attention ones; here th
     layers.N.experts.gate_up       gate_proj, up_proj of expert e  [E]     (hidden_size)
     layers.N.experts.down          down_proj of expert e           [E]     (moe_intermediate_size)
 
-`rows` counts the tokens behind an entry: with `experts="routed"` those the router sent to the
-expert, with `"all"` every token (statistics only); `routed_tokens` is the router's choice in both
-modes. An expert that saw nothing has 0 rows and amax 0; what then becomes its scale is decided in
-`calib.scales`, not here: this records, without repair.
+The file has these tensors, and one JSON object under `beamq_calibration` in the header's metadata
+(one key, because the order of several would differ from run to run):
 
-Merging takes maxima of amax and percentile (of the percentile an upper bound: it cannot be
-merged exactly), sums of counts, and means of squares weighted by rows. It is commutative.
-Limits: numpy only, on purpose (converting needs these values but not torch).
+    <entry>.amax                   F32   [] or [E]
+    <entry>.rows                   I64   [] or [E]
+    layers.N.experts.routed_tokens I64   [E]
+    <entry>.percentile, .second_moment      F32 [..] and [.., K], in files of earlier versions only
+
+`rows` counts the tokens of an entry: with `experts="routed"` those that the router sent to the
+expert, with "all" every token; `routed_tokens` is the router's choice in both modes. An expert
+without tokens has 0 rows and amax 0; calib/input_scales.py decides what becomes its scale.
+
+Merging takes maxima of amax and percentile (an upper bound of the percentile), sums of counts, and
+means of squares weighted by rows. It is commutative. Limits: numpy only, because converting needs
+these values but not torch; a file is read as a whole (under 1 MB for the real model).
 """
 
 from __future__ import annotations
@@ -54,10 +62,10 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputStats:
-    """One entry: `amax` and `rows`, [] or [E]; `percentile` alike; `second_moment` one axis more.
+    """One entry: `amax` and `rows`, [] or [E]; `percentile` likewise; `second_moment` [.., K].
 
-    `amax` is the largest |x|, `percentile` a high percentile of |x|, `second_moment` [.., K] the
-    mean of x*x over `rows` for each of the K inputs.
+    `amax` is the largest |x|, `percentile` a high percentile of |x|, `second_moment` the mean of
+    x*x over `rows` for each of the K inputs.
     """
 
     amax: Floats
@@ -66,7 +74,7 @@ class InputStats:
     second_moment: Floats | None = None
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that are there, by the name they have in a file."""
+        """The arrays that exist, by their names in a file."""
         named: dict[str, NDArray[Any] | None] = {
             "amax": self.amax,
             "rows": self.rows,
@@ -83,7 +91,7 @@ class CalibrationStats:
     `inputs` maps entry names (see above) to `InputStats`; `routed_tokens` maps sparse layers to
     [E]. `data` is one record (`CalibrationData.to_dict`) for each data set that was merged in.
     `percentile` says which one the entries hold (99.9, say), None where they hold none.
-    `dropped_rows` counts tokens left out for non-finite values; `dropped_names` names some.
+    `dropped_rows` counts tokens left out for non-finite values; `dropped_names` lists some.
     """
 
     model_name: str
@@ -125,12 +133,12 @@ class CalibrationStats:
 
     @property
     def data_digests(self) -> tuple[str, ...]:
-        """Digest of each data set behind these statistics."""
+        """Digest of each data set in these statistics."""
         return tuple(str(record["digest"]) for record in self.data)
 
     @property
     def run_digest(self) -> str:
-        """Digest of what was run, known before it is: model, data, mode, activations' dtype."""
+        """Digest of model, data, mode and activations' dtype, known before the run."""
         return run_digest(self.model_fingerprint, self.experts, self.data)
 
     def check_model(self, fingerprint: str, name: str) -> None:
@@ -141,18 +149,10 @@ class CalibrationStats:
                 f" {name!r} ({fingerprint[:12]}); calibrate this checkpoint"
             )
 
-    def input_amax(self, module: str) -> np.float32 | None:
-        """Largest |x| seen at a linear's input, by its module's name; None without an entry."""
-        name, expert = entry_of(module)
-        entry = self.inputs.get(name)
-        if entry is None or (expert is not None and expert >= entry.amax.size):
-            return None
-        return np.float32(entry.amax if expert is None else entry.amax[expert])
-
     def with_layer(
         self, inputs: Mapping[str, InputStats], routed_tokens: Mapping[int, Counts]
     ) -> CalibrationStats:
-        """These statistics and a further layer's: what a run that can be resumed saves."""
+        """These statistics with another layer's."""
         return replace(
             self,
             inputs={**self.inputs, **inputs},
@@ -161,17 +161,17 @@ class CalibrationStats:
 
 
 def run_digest(fingerprint: str, experts: str, data: Iterable[Mapping[str, Any]]) -> str:
-    """SHA-256 over what decides a run's largest magnitudes, but for the kind of device."""
+    """SHA-256 over all that decides a run's largest magnitudes, except the kind of device."""
     runs = [[str(record["digest"]), str(record.get("activations"))] for record in data]
     text = json.dumps([fingerprint, experts, runs])
     return hashlib.sha256(f"beamq calibration 1\n{text}".encode()).hexdigest()
 
 
 def entry_of(module: str) -> tuple[str, int | None]:
-    """The entry of a linear's input and its place in it.
+    """The entry of a linear's input and the expert in it.
 
-    `model.layers.3.mlp.experts.7.down_proj` is at 7 of `layers.3.experts.down`. Raises
-    `CalibrationError` for what is not a linear of a layer.
+    `model.layers.3.mlp.experts.7.down_proj` is expert 7 of `layers.3.experts.down`. Raises
+    `CalibrationError` for anything but a linear of a layer.
     """
     role = classify(f"{module}.weight")
     parent = _PARENTS.get(role.role)
@@ -185,7 +185,7 @@ _PARENTS = {Role.ATTENTION: "self_attn", Role.DENSE_MLP: "mlp", Role.EXPERT: "ex
 
 
 def layer_of(name: str) -> int:
-    """The layer of an entry's name. Raises `CalibrationError` where it is no such name."""
+    """The layer in an entry's name. Raises `CalibrationError` for other names."""
     found = _ENTRY.fullmatch(name)
     if found is None:
         raise CalibrationError(f"statistics: unknown entry {name[:120]!r}")
@@ -193,10 +193,10 @@ def layer_of(name: str) -> int:
 
 
 def merge(first: CalibrationStats, second: CalibrationStats) -> CalibrationStats:
-    """The statistics of both runs' tokens together. Raises `CalibrationError` where they cannot be.
+    """The statistics of both runs' tokens together.
 
-    Both must be of one model, with the same entries, mode and percentile, and of different data:
-    merging a run with itself would count its tokens twice.
+    Raises `CalibrationError` unless both are of one model, with the same entries, mode and
+    percentile, and of different data: a run merged with itself would count its tokens twice.
     """
     second.check_model(first.model_fingerprint, first.model_name)
     for name in ("experts", "percentile"):
@@ -289,24 +289,6 @@ def _check_array(name: str, array: NDArray[Any], dtype: type[np.generic]) -> Non
         raise CalibrationError(f"statistics: {name} holds a value that is negative or not finite")
 
 
-# A statistics file: `CalibrationStats` as one safetensors file, and back.
-#
-# In: statistics, or a file that anyone may have made. Out: the file, or statistics that were
-# checked to the last value. Nothing is ever unpickled.
-#
-# Tensors (names of entries: see `calib.stats`):
-#
-#     <entry>.amax, .percentile      F32   [] or [E]
-#     <entry>.rows                   I64   [] or [E]
-#     <entry>.second_moment          F32   [K] or [E, K]
-#     layers.N.experts.routed_tokens I64   [E]
-#
-# All else is one JSON object in the header's metadata, under `beamq_calibration`; one key, since
-# the order of several would differ from run to run and so would the file's digest. A real model's
-# file without second moments is under 1 MB, with them 0.4 GB.
-#
-# The file appears whole or not at all (`shards.write_file`). Limits: read as a whole into memory.
-
 FORMAT_VERSION = 1
 METADATA_KEY = "beamq_calibration"
 _DTYPES = {"amax": "F32", "percentile": "F32", "second_moment": "F32", "rows": "I64"}
@@ -325,7 +307,7 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:
-    """Write `stats` to `path`, whole or not at all. Raises `DiskError` where that fails."""
+    """Write `stats` to `path`, whole or not at all. Raises `DiskError`."""
     tensors: dict[str, NDArray[Any]] = {
         f"{name}.{key}": np.asarray(array, order="C")
         for name, entry in stats.inputs.items()
@@ -349,7 +331,7 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
 
 
 def load_stats(path: Path) -> CalibrationStats:
-    """Read a statistics file. Raises `CalibrationError`, naming what is wrong with it."""
+    """Read a statistics file. Raises `CalibrationError` with what is wrong with it."""
     tensors, record = _read(path)
     entries: dict[str, dict[str, NDArray[Any]]] = {}
     routed: dict[int, NDArray[np.int64]] = {}
@@ -401,7 +383,7 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
 
 
 def _record(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
-    """The JSON object of the header as keyword arguments of `CalibrationStats`."""
+    """The header's JSON object as keyword arguments of `CalibrationStats`."""
     if not metadata or METADATA_KEY not in metadata:
         raise CalibrationError(
             f"{path}: not a statistics file of beamq (no {METADATA_KEY} in its metadata)"

@@ -121,16 +121,6 @@ class TestNames:
         with pytest.raises(CalibrationError, match="not a linear"):
             entry_of(module)
 
-    def test_input_amax(self) -> None:
-        stats = make()
-        expected = stats.inputs["layers.1.experts.down"].amax[2]
-        assert stats.input_amax("model.layers.1.mlp.experts.2.down_proj") == expected
-        found = stats.input_amax("model.layers.0.self_attn.k_proj")
-        assert found == stats.inputs["layers.0.self_attn.qkv_gate"].amax
-        assert isinstance(found, np.float32)
-        assert stats.input_amax("model.layers.0.self_attn.o_proj") is None
-        assert stats.input_amax("model.layers.1.mlp.experts.9.down_proj") is None
-
 
 class TestChecks:
     @pytest.mark.parametrize(
