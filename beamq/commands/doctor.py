@@ -1,4 +1,8 @@
-"""`beamq doctor`: what this machine offers, as JSON or as tables."""
+"""`beamq doctor`: what this machine offers, what is missing, and what that rules out.
+
+Looks only: nothing is installed, downloaded or written. A machine without GPUs is no fault, and a
+missing package is none as long as nobody asks for what it does.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,6 @@ def doctor(screen: Screen) -> None:
     screen.show(lambda: data, lambda: doctor_blocks(data))
 
 
-# What `beamq doctor` says: what this machine offers, what is missing, and what that rules out.
-#
-# Looks only: nothing is installed, downloaded or written, and a machine without GPUs is a fine
-# machine. A missing package is no fault as long as nobody asks for what it does.
-
 PACKAGES = (
     ("torch", "forward pass, calibration, kernels where the compiled ones are missing"),
     ("numpy", "conversion"),
@@ -48,32 +47,34 @@ PACKAGES = (
 
 
 def doctor_data() -> dict[str, Any]:
-    """The JSON of `beamq doctor`.
-
-    command, beamq, python, platform; cpu {cores, usable, workers}; memory {total_bytes,
-    available_bytes}; kernels {cpu: "c", "torch" or null, fault}; packages {name: version or null};
-    gpus [{name, bytes, capability, fp8, fp4}], gpu_note; gemm (as `beamq.model.gemm.check.probe`,
-    null without torch); disks [{folder, free_bytes}]; hints.
-    """
-
+    """The JSON of `beamq doctor`: a value that cannot be found out is null, and GPUs are a list."""
     from beamq.convert.resources import default_workers
 
-    packages = {name: _version(name) for name, _ in PACKAGES}
     backend, fault = _cpu_kernels()
     gpus, gpu_note = _gpus()
+    cores = os.cpu_count()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores or 1
+    gemm = None
+    if util.find_spec("torch") is not None:
+        from beamq.model.gemm.check import probe  # torch
+
+        gemm = probe()
     data: dict[str, Any] = {
         "command": "doctor",
         "beamq": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": {"cores": os.cpu_count(), "usable": _usable_cores(), "workers": default_workers()},
+        "cpu": {"cores": cores, "usable": usable, "workers": default_workers()},
         "memory": _memory(),
         "kernels": {"cpu": backend, "fault": fault},
-        "packages": packages,
+        "packages": {name: _version(name) for name, _ in PACKAGES},
         "gpus": gpus,
         "gpu_note": gpu_note,
-        "gemm": _gemm(),
-        "disks": _disks(),
+        "gemm": gemm,
+        "disks": [
+            {"folder": folder, "free_bytes": shutil.disk_usage(folder).free}
+            for folder in dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
+        ],
     }
     data["hints"] = _hints(data)
     return data
@@ -81,34 +82,32 @@ def doctor_data() -> dict[str, Any]:
 
 def doctor_blocks(data: dict[str, Any]) -> list[Block]:
     """The same as tables, hints last."""
-
     from beamq.report.tables import Table
 
-    memory = data["memory"]
-    machine = [
+    memory = [
+        f"{show_bytes(size)} {key.removesuffix('_bytes')}"
+        for key, size in data["memory"].items()
+        if size is not None
+    ]
+    rows = [
         ("beamq", f"{data['beamq']}, Python {data['python']}, {data['platform']}"),
         ("cores", f"{data['cpu']['usable']} usable of {data['cpu']['cores']}"),
-        ("memory", " of ".join(
-            show_bytes(memory[key]) + word
-            for key, word in (("available_bytes", " available"), ("total_bytes", ""))
-            if memory[key] is not None
-        )),
+        ("memory", ", ".join(memory) or "unknown"),
         ("CPU kernels", data["kernels"]["cpu"] or f"none: {data['kernels']['fault']}"),
-    ]  # fmt: skip
-    machine += [
-        ("GPU", f"{gpu['name']}, {show_bytes(gpu['bytes'])}, {_units(gpu)}") for gpu in data["gpus"]
     ]
+    for gpu in data["gpus"]:
+        units = " and ".join(name.upper() for name in ("fp8", "fp4") if gpu[name])
+        units = f"{units} units" if units else "no FP8 or FP4 units"
+        rows.append(("GPU", f"{gpu['name']}, {show_bytes(gpu['bytes'])}, {units}"))
     if not data["gpus"]:
-        machine.append(("GPU", data["gpu_note"]))
-    machine += [
-        ("disk", f"{show_bytes(disk['free_bytes'])} free in {disk['folder']}")
-        for disk in data["disks"]
-    ]
-    packages = tuple(
+        rows.append(("GPU", data["gpu_note"]))
+    for disk in data["disks"]:
+        rows.append(("disk", f"{show_bytes(disk['free_bytes'])} free in {disk['folder']}"))
+    packages = [
         (name, data["packages"][name] or "not installed", purpose) for name, purpose in PACKAGES
-    )
+    ]
     blocks: list[Block] = [
-        Table(rows=machine),
+        Table(rows=rows),
         "",
         Table(head=("package", "version", "for"), rows=packages),
         "",
@@ -118,11 +117,6 @@ def doctor_blocks(data: dict[str, Any]) -> list[Block]:
     return blocks
 
 
-def _units(gpu: dict[str, Any]) -> str:
-    units = [name for name in ("fp8", "fp4") if gpu[name]]
-    return f"{' and '.join(units).upper()} units" if units else "no FP8 or FP4 units"
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -130,13 +124,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _memory() -> dict[str, int | None]:
     found: dict[str, int] = {}
-    # Where it is not Linux there is no such file, and nothing is known; that is told as such.
+    # Only Linux has this file; elsewhere both values are null.
     with suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             key, _, rest = line.partition(":")
@@ -149,7 +139,7 @@ def _cpu_kernels() -> tuple[str | None, str | None]:
     """Which kernels conversion would use, or why there are none."""
     try:
         from beamq.formats.kernels import cpu
-    except Exception as fault:  # whatever it is, it is what the user came to learn
+    except Exception as fault:  # whatever it is, the user asked for it
         return None, f"{type(fault).__name__}: {str(fault)[:200]}"
     return cpu.BACKEND, None
 
@@ -179,29 +169,16 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
     return gpus, f"none (torch built for {f'CUDA {built}' if built else 'CPU only'})"
 
 
-def _gemm() -> dict[str, Any] | None:
-    """Which GEMM each op of the forward pass would run on, checked now if it never was."""
-    if util.find_spec("torch") is None:
-        return None
-    from beamq.model.gemm.check import probe  # imports torch
-
-    return probe()
-
-
 def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
-    """A table for each kind of device; devices that are alike share one."""
+    """A table for each kind of device; devices of one name share it."""
 
     from beamq.report.tables import Table
 
     if gemm is None:
         return []
     blocks: list[Block] = []
-    told: set[str] = set()
-    for device in gemm["devices"]:
-        if device["name"] in told:
-            continue
-        told.add(device["name"])
-        rows = tuple(
+    for name, device in {device["name"]: device for device in gemm["devices"]}.items():
+        rows = [
             (
                 op["op"] if number == 0 else "",
                 entry["backend"] + (" *" if entry["backend"] == op["choice"] else ""),
@@ -211,15 +188,10 @@ def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
             )
             for op in device["ops"]
             for number, entry in enumerate(op["backends"])
-        )
+        ]
         head = ("GEMM", "back end", "ms", "error", "")
-        blocks += [f"On {device['name']} (* is what runs)", Table(head=head, rows=rows), ""]
+        blocks += [f"On {name} (* is what runs)", Table(head=head, rows=rows), ""]
     return [*blocks, f"{gemm['note']}.", ""]
-
-
-def _disks() -> list[dict[str, Any]]:
-    folders = dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
-    return [{"folder": folder, "free_bytes": shutil.disk_usage(folder).free} for folder in folders]
 
 
 def _hints(data: dict[str, Any]) -> list[str]:

@@ -64,116 +64,73 @@ def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
     screen.show(lambda: {"command": "inspect", **found.to_dict()}, lambda: inspect_blocks(found))
 
 
-# What `beamq inspect` says: the checkpoint at a glance, its parts, and what is odd about it.
-
-_FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
-
-
 def inspect_blocks(found: Inspection) -> list[Block]:
-    """The same as two tables and notes."""
+    """The checkpoint at a glance, its parts, and what is odd about it."""
+    from beamq.report.tables import FORMAT_NAMES, Table
 
-    from beamq.report.tables import Table
-
+    model = [found.model_type or "unknown"]
+    model += [f"{found.layers} layers"] if found.layers else []
+    model += [f"{found.experts} experts"] if found.experts else []
+    size = f"{show_bytes(found.tensor_bytes)} in {counted(found.files, 'file')}"
+    share = f"{found.share_quantized:.1%} of {show_count(found.parameters)} parameters"
     rows = [
         ("checkpoint", found.checkpoint),
-        ("format", _FORMAT_NAMES.get(found.format, found.format)),
+        ("format", FORMAT_NAMES.get(found.format, found.format)),
         ("config says", found.declared or "not quantized"),
-        ("model", _model(found)),
-        (
-            "size",
-            f"{show_bytes(found.tensor_bytes)} in {counted(found.files, 'file')},"
-            f" {counted(found.tensors, 'tensor')}",
-        ),
-        (
-            "quantized",
-            f"{found.share_quantized:.1%} of {show_count(found.parameters)} parameters;"
-            f" {found.bits_per_weight:.2f} bits a weight",
-        ),
-    ]
-    for label, value in (
+        ("model", ", ".join(model)),
+        ("size", f"{size}, {counted(found.tensors, 'tensor')}"),
+        ("quantized", f"{share}; {found.bits_per_weight:.2f} bits a weight"),
         ("recipe", found.recipe),
         ("made by", found.made_by),
         ("input scales", found.input_scales),
-    ):
-        if value:
-            rows.append((label, value))
-    parts = tuple(
-        (
-            share.role,
-            f"{share.tensors:,}",
-            show_count(share.parameters),
-            f"{share.quantized_parameters / share.parameters:.1%}" if share.parameters else "",
-            show_bytes(share.nbytes),
-            ", ".join(share.dtypes),
-        )
-        for share in found.roles
-    )
-    blocks: list[Block] = [
-        Table(rows=rows),
-        "",
-        Table(
-            head=("part", "tensors", "parameters", "quantized", "bytes", "stored as"),
-            align="lrrrrl",
-            rows=parts,
-        ),
-        "",
     ]
-    blocks += [f"Note: {note}." for note in found.notes]
-    return blocks if found.notes else blocks[:-1]
-
-
-def _model(found: Inspection) -> str:
-    text = found.model_type or "unknown"
-    if found.layers:
-        text += f", {found.layers} layers"
-    if found.experts:
-        text += f", {found.experts} experts"
-    return text
-
-
-# What `beamq verify` says: every check with its outcome, and the error of each part.
+    parts = [
+        (
+            part.role,
+            f"{part.tensors:,}",
+            show_count(part.parameters),
+            f"{part.quantized_parameters / part.parameters:.1%}" if part.parameters else "",
+            show_bytes(part.nbytes),
+            ", ".join(part.dtypes),
+        )
+        for part in found.roles
+    ]
+    head = ("part", "tensors", "parameters", "quantized", "bytes", "stored as")
+    blocks: list[Block] = [Table(rows=[(label, value) for label, value in rows if value]), ""]
+    blocks.append(Table(head=head, align="lrrrrl", rows=parts))
+    if found.notes:
+        blocks += ["", *(f"Note: {note}." for note in found.notes)]
+    return blocks
 
 
 def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
     """Checks as a table (those skipped only if `verbose`), errors by part, one line of verdict."""
-
     from beamq.report.tables import Table
 
-    shown = [check for check in report.checks if verbose or check.status != "skip"]
-    blocks: list[Block] = [
-        Table(
-            head=("check", "", "found"),
-            rows=[(check.name, _status(check), _found(check)) for check in shown],
-        ),
-        "",
+    checks = [
+        (check.name, "FAIL" if check.status == "fail" else check.status, _found(check))
+        for check in report.checks
+        if verbose or check.status != "skip"
     ]
+    blocks: list[Block] = [Table(head=("check", "", "found"), rows=checks), ""]
     if report.errors:
-        blocks += [
-            Table(
-                title="Error of the quantized weights against the source",
-                head=("part", "linears", "elements", "relative RMS", "worst linear"),
-                align="lr",
-                rows=[
-                    (
-                        error.role,
-                        f"{error.linears:,}",
-                        show_count(error.elements),
-                        f"{error.relative_rms:.4f}",
-                        f"{error.worst_relative_rms:.4f}",
-                    )
-                    for error in report.errors
-                ],
-            ),
-            "",
+        errors = [
+            (
+                error.role,
+                f"{error.linears:,}",
+                show_count(error.elements),
+                f"{error.relative_rms:.4f}",
+                f"{error.worst_relative_rms:.4f}",
+            )
+            for error in report.errors
         ]
+        title = "Error of the quantized weights against the source"
+        head = ("part", "linears", "elements", "relative RMS", "worst linear")
+        blocks += [Table(title=title, head=head, align="lr", rows=errors), ""]
     if report.plain:
         blocks.append(_plain(report))
     blocks.append(_verdict(report))
     return blocks
-
-
-def _status(check: CheckResult) -> str:
-    return "FAIL" if check.status == "fail" else check.status
 
 
 def _found(check: CheckResult) -> str:
