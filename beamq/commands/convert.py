@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from beamq.commands.options import Checkpoint, Output, Source, command
-from beamq.commands.plan import FORMAT_NAMES, plan_data
+from beamq.commands.plan import plan_data
 from beamq.convert.options import ConvertOptions, DequantizeOptions
 from beamq.errors import counted
 from beamq.units import show_bytes, show_seconds
@@ -129,7 +129,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
     """The result table and what to do next."""
 
     from beamq.report.console import Command
-    from beamq.report.tables import Table
+    from beamq.report.tables import Table, format_name
 
     if dry_run:
         return ["Dry run: nothing was written."]
@@ -142,7 +142,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
         shards += f", {result.resumed_shards} of them from the earlier run"
     rows = [
         ("output", str(result.output)),
-        ("format", f"{FORMAT_NAMES[plan.recipe.format]} (recipe {plan.recipe.name})"),
+        ("format", f"{format_name(plan.recipe.format)} (recipe {plan.recipe.name})"),
         ("quantized", f"{share:.1%} of the weights, {plan.bits_per_weight:.2f} bits a weight"),
         ("size", f"{show_bytes(plan.tensor_nbytes)}, from {show_bytes(plan.source_nbytes)}"),
         ("shards", shards),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,58 +84,13 @@ def plan(screen: Screen, source: Source, options: PlanOptions, verbose: bool) ->
     )
 
 
-# What `beamq plan` and `beamq quantize` say about a plan, as plain data and as text.
-#
-# `plan_data` is the stable JSON of `beamq plan --json`; its docstring lists the keys. The tables
-# are made from the same numbers. `views.serving` holds the part about GPUs.
-
-FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8"}
-_SHOWN_MODULES = 2
-
-
-@dataclass(slots=True)
-class RoleSum:
-    """Tensors of one role, before and after; as it is in the JSON."""
-
-    role: str
-    tensors: int = 0
-    parameters: int = 0
-    source_bytes: int = 0
-    becomes: set[str] = field(default_factory=set)
-    output_bytes: int = 0
-
-
-def role_sums(plan: Plan) -> list[RoleSum]:
-    """Sums by role, in the order of `Role`, of the roles that the source has."""
-    from beamq.beam.tensors import FP32_ROLES, Role
-
-    sums = {role: RoleSum(role.value, parameters=plan.parameters[role.value]) for role in Role}
-    for job in plan.jobs:
-        for member in job.members:
-            role = member.role.role
-            if member.source.spec.name == "lm_head.weight":
-                role = Role.HEAD
-            entry = sums[role]
-            entry.tensors += 1
-            entry.source_bytes += member.source.nbytes
-            entry.output_bytes += sum(tensor.nbytes for tensor in member.outputs)
-            high = "FP32" if role in FP32_ROLES else "BF16"
-            if role is Role.EXTRA:
-                high = "as it is"
-            entry.becomes.add(FORMAT_NAMES.get(job.kind, high))
-    return [entry for entry in sums.values() if entry.tensors]
+SHOWN_MODULES = 2
 
 
 def plan_data(plan: Plan, source: str) -> dict[str, Any]:
-    """The plan's part of the JSON of `plan` and of `quantize --dry-run`.
+    """The part of the JSON of `plan` and `quantize` that is about the plan."""
+    from beamq.report.tables import role_sums
 
-    beamq, source, digest (of the plan), recipe (as its YAML);
-    parameters {total, quantized, share_quantized}; bits_per_weight;
-    bytes {source, tensors, files}: source tensors, output tensors, output files with headers and
-    companions; tensors {source, output}; shards;
-    roles [{role, tensors, parameters, source_bytes, becomes, output_bytes}];
-    exclusions [{pattern, matched, would_quantize, left_precise, widened}]; dropped; notes.
-    """
     return {
         "beamq": __version__,
         "source": source,
@@ -150,7 +105,7 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
         "bytes": {
             "source": plan.source_nbytes,
             "tensors": plan.tensor_nbytes,
-            "files": plan.output_nbytes,
+            "files": plan.output_nbytes,  # headers and companions included
         },
         "tensors": {
             "source": len({m.source.spec.name for job in plan.jobs for m in job.members})
@@ -158,7 +113,10 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
             "output": sum(len(shard.tensors) for shard in plan.shards),
         },
         "shards": len(plan.shards),
-        "roles": [{**asdict(entry), "becomes": sorted(entry.becomes)} for entry in role_sums(plan)],
+        "roles": [
+            {**asdict(entry), "becomes": sorted(entry.becomes)}
+            for entry in role_sums(plan).values()
+        ],
         "exclusions": [
             {
                 "pattern": exclusion.pattern,
@@ -247,7 +205,7 @@ def needs_text(needs: dict[str, Any]) -> str:
 
 
 def _role_table(plan: Plan) -> Table:
-    from beamq.report.tables import Table
+    from beamq.report.tables import Table, role_sums
 
     rows = [
         (
@@ -255,11 +213,11 @@ def _role_table(plan: Plan) -> Table:
             show_count(entry.parameters),
             f"{entry.parameters / plan.total_parameters:.1%}",
             show_bytes(entry.source_bytes),
-            " + ".join(sorted(entry.becomes, reverse=True)),  # both where exclusions split a role
+            entry.stored_as(" + "),
             show_bytes(entry.output_bytes),
             f"{8 * entry.output_bytes / entry.parameters:.2f}" if entry.parameters else "",
         )
-        for entry in role_sums(plan)
+        for entry in role_sums(plan).values()
     ]
     total = (show_count(plan.total_parameters), "100.0%", show_bytes(plan.source_nbytes), "")
     after = (show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}")
@@ -313,7 +271,7 @@ def _ranges(layers: list[int]) -> str:
 
 def _few(names: Iterable[str], *, verbose: bool) -> str:
     listed = list(names)
-    if verbose or len(listed) <= _SHOWN_MODULES + 1:
+    if verbose or len(listed) <= SHOWN_MODULES + 1:
         return ", ".join(listed)
-    shown = ", ".join(listed[:_SHOWN_MODULES])
+    shown = ", ".join(listed[:SHOWN_MODULES])
     return f"{shown}, ... {listed[-1]}"

@@ -12,12 +12,12 @@ put there by `card_with_comparison`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from beamq.beam.tensors import FP32_ROLES, Role
+from beamq.beam.tensors import Role
 from beamq.errors import CheckpointError, UsageError
 from beamq.io.checkpoint import HUB_STAMP, Checkpoint
 from beamq.io.files import parse_yaml, read_small
@@ -25,7 +25,7 @@ from beamq.io.hub import parse_hub_id
 from beamq.io.shard_writer import write_file
 from beamq.plan.plan import Plan
 from beamq.plan.serving import GPUS, KV_ITEMSIZE, fit, model_weights
-from beamq.report.tables import Table, inline, markdown
+from beamq.report.tables import FORMAT_NAMES, Table, inline, markdown, role_sums
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -300,7 +300,6 @@ def smallest_tensor_parallel(plan: Plan, name: str) -> int | None:
     return None
 
 
-FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8"}
 PART_NAMES = {
     Role.EMBEDDING: "embeddings",
     Role.ATTENTION: "attention",
@@ -398,9 +397,9 @@ def _parts_section(plan: Plan) -> str:
             PART_NAMES[role],
             show_count(plan.parameters[role.value]),
             f"{plan.parameters[role.value] / plan.total_parameters:.1%}",
-            stored,
+            entry.stored_as(" and "),
         )
-        for role, stored in _stored_as(plan)
+        for role, entry in role_sums(plan).items()
     ]
     share = plan.quantized_parameters / plan.total_parameters
     lines = [
@@ -419,26 +418,6 @@ def _parts_section(plan: Plan) -> str:
         layers = ", ".join(str(layer) for layer, other in spared if other is role)
         lines += ["", f"Left precise on request: {PART_NAMES[role]} of layers {layers}."]
     return "\n".join(lines) + "\n"
-
-
-def _stored_as(plan: Plan) -> Iterator[tuple[Role, str]]:
-    """Every role the model has, and the formats its tensors are stored in."""
-    found: dict[Role, dict[str, None]] = {}
-    for job in plan.jobs:
-        for member in job.members:
-            role = member.role.role
-            if member.source.spec.name == "lm_head.weight":
-                role = Role.HEAD
-            if job.kind in FORMAT_NAMES:
-                kind = FORMAT_NAMES[job.kind]
-            elif role is Role.EXTRA:
-                kind = "as in the source"
-            else:
-                kind = "FP32" if role in FP32_ROLES else "BF16"
-            found.setdefault(role, {})[kind] = None
-    for role in Role:
-        if role in found:
-            yield role, " and ".join(sorted(found[role], reverse=True))
 
 
 def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:

@@ -10,10 +10,11 @@ llama.cpp's perplexity tool prints carry its names; Q stands for the candidate t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING
 
+from beamq.beam.tensors import FP32_ROLES, Role
 from beamq.errors import counted, printable
 from beamq.plan.serving import COUNTS, LAYOUTS
 from beamq.units import show_bytes, show_gib
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from beamq.eval.compare.records import Candidate, ComparedModel, Comparison
+    from beamq.plan.plan import Plan
 
 LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
 FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
@@ -162,6 +164,43 @@ def html(table: Table) -> str:
 def format_name(name: str) -> str:
     """`NVFP4`, `FP8`, `BF16`."""
     return FORMAT_NAMES.get(name, name)
+
+
+@dataclass(slots=True)
+class RoleSum:
+    """Tensors of one role before and after a conversion; fields as in the JSON of `beamq plan`."""
+
+    role: str
+    tensors: int = 0
+    parameters: int = 0
+    source_bytes: int = 0
+    becomes: set[str] = field(default_factory=set)
+    output_bytes: int = 0
+
+    def stored_as(self, joint: str) -> str:
+        """`NVFP4`, or several formats where exclusions split a role."""
+        return joint.join(sorted(self.becomes, reverse=True))
+
+
+def role_sums(plan: Plan) -> dict[Role, RoleSum]:
+    """A sum for each role that the source has, in the order of `Role`."""
+    sums = {role: RoleSum(role.value, parameters=plan.parameters[role.value]) for role in Role}
+    for job in plan.jobs:
+        for member in job.members:
+            role = member.role.role
+            if member.source.spec.name == "lm_head.weight":
+                role = Role.HEAD
+            entry = sums[role]
+            entry.tensors += 1
+            entry.source_bytes += member.source.nbytes
+            entry.output_bytes += sum(tensor.nbytes for tensor in member.outputs)
+            if job.kind in FORMAT_NAMES:
+                entry.becomes.add(FORMAT_NAMES[job.kind])
+            elif role is Role.EXTRA:
+                entry.becomes.add("as it is")
+            else:
+                entry.becomes.add("FP32" if role in FP32_ROLES else "BF16")
+    return {role: entry for role, entry in sums.items() if entry.tensors}
 
 
 DIVERGENCE = (
