@@ -2,9 +2,9 @@
 
     python scripts/house_counts.py [--long] [ROOT]
 
-prints one line a count for the package `beamq` below ROOT (the current folder by default);
-`--long` also lists what each count consists of. Reads the source as text and imports nothing.
-Triton kernels (functions decorated with `triton.jit`) count for no limit on length or parameters.
+prints a line for each count of the package `beamq` below ROOT (the current folder by default);
+`--long` also lists what a count consists of. Reads the source as text and imports nothing.
+Triton kernels (functions decorated with `triton.jit`) may be of any length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +24,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class Count:
     """One measured number and what it consists of."""
 
-    name: str
-    value: str
+    value: int
     items: tuple[str, ...] = ()
+
+
+def listed(items: Sequence[str]) -> Count:
+    """The number of `items`, which it consists of."""
+    return Count(len(items), tuple(items))
 
 
 def read_modules(root: Path) -> dict[str, tuple[ast.Module, int]]:
@@ -70,46 +74,35 @@ def parameters(function: Function) -> int:
 
 
 def cycles(edges: dict[str, set[str]]) -> list[str]:
-    """Groups of modules that import each other in a circle (Tarjan's components)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found = []
+    """Groups of modules that import each other in a circle."""
+    reached = {name: _reached_from(name, edges) for name in edges}
+    groups = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in edges
+        if name in reached[name]
+    }
+    return sorted(map(", ".join, groups))
 
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(edges[name]):
-            if other not in index:
-                visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            group = [stack.pop()]
-            while group[-1] != name:
-                group.append(stack.pop())
-            if len(group) > 1:
-                found.append(", ".join(sorted(group)))
 
-    for name in edges:
-        if name not in index:
-            visit(name)
+def _reached_from(name: str, edges: dict[str, set[str]]) -> set[str]:
+    """All modules that `name` imports, directly or through others."""
+    found: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = edges[waiting.pop()] - found
+        found |= new
+        waiting += new
     return found
 
 
-def measure(root: Path) -> list[Count]:
-    """All counts of the package below `root`."""
+def measure(root: Path) -> dict[str, Count]:
+    """All counts of the package below `root`, by name."""
     modules = read_modules(root)
-    names = set(modules)
-    edges = {name: imports_of(tree, names) - {name} for name, (tree, _) in modules.items()}
+    edges = {name: imports_of(tree, set(modules)) - {name} for name, (tree, _) in modules.items()}
     lines = sum(count for _, count in modules.values())
-    importers = defaultdict(set)
-    for name, found in edges.items():
-        for other in found:
-            importers[other].add(name)
-    packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-    single = sorted(name for name in names - packages if len(importers[name]) == 1)
+    importers = Counter(other for found in edges.values() for other in found)
+    packages = {name.rpartition(".")[0] for name in modules}
+    single = [name for name in sorted(modules) if importers[name] == 1 and name not in packages]
     long, wide = [], []
     private: list[str] = []
     used: Counter[str] = Counter()
@@ -136,33 +129,31 @@ def measure(root: Path) -> list[Count]:
                 header += (node.end_lineno or node.lineno) - node.lineno + 1
     once = [name for name in private if used[name] == 1]
     double = [f"{name}: {', '.join(homes)}" for name, homes in classes.items() if len(homes) > 1]
-    circles = cycles(edges)
-    share = f"{header / lines:.1%} of all lines"
-    return [
-        Count("modules", str(len(modules))),
-        Count("lines", str(lines)),
-        Count("imported by exactly one other", str(len(single)), tuple(single)),
-        Count("imports between modules", str(sum(map(len, edges.values())))),
-        Count("import cycles, local imports included", str(len(circles)), tuple(circles)),
-        Count("imports and signatures", share),
-        Count("private functions", str(len(private))),
-        Count("private functions called once", str(len(once)), tuple(once)),
-        Count(f"functions over {MAX_LINES} lines", str(len(long)), tuple(long)),
-        Count(f"functions with over {MAX_PARAMETERS} parameters", str(len(wide)), tuple(wide)),
-        Count("class names used twice", str(len(double)), tuple(double)),
-    ]
+    return {
+        "modules": Count(len(modules)),
+        "lines": Count(lines),
+        "imported by exactly one other": listed(single),
+        "imports between modules": Count(sum(map(len, edges.values()))),
+        "import cycles, local imports included": listed(cycles(edges)),
+        "percent of all lines are imports and signatures": Count(round(100 * header / lines)),
+        "private functions": Count(len(private)),
+        "private functions called once": listed(once),
+        f"functions over {MAX_LINES} lines": listed(long),
+        f"functions with over {MAX_PARAMETERS} parameters": listed(wide),
+        "class names used twice": listed(double),
+    }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("root", nargs="?", default=".", type=Path)
     parser.add_argument("--long", action="store_true", help="list what each count consists of")
-    options = parser.parse_args()
-    for count in measure(options.root):
-        print(f"{count.value:>8}  {count.name}")
+    options = parser.parse_args(arguments)
+    for name, count in measure(options.root).items():
+        print(f"{count.value:>8}  {name}")
         for item in count.items if options.long else ():
             print(f"            {item}")
 

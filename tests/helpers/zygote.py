@@ -93,7 +93,7 @@ class Traps:
     def _note(self, name: str, args: Any) -> None:
         root = self._trace
         event: dict[str, Any] = {"step": name, "tree": _tree(root)}
-        event["path"] = _path(name, args)
+        event["path"], event["thread"] = _path(name, args), threading.get_ident()
         if name == "replace":
             event["to"] = os.path.abspath(os.fspath(args[1]))
         if name == "fsync" and os.path.isfile(event["path"]):
