@@ -1,17 +1,17 @@
-"""PUSH: publish a checkpoint on the Hub, so that nobody can load it before it is whole.
+"""PUSH: publish a checkpoint on the Hub, so that nobody can load it before it is complete.
 
-In: a folder that `verify` passes at levels `structure` and `quick`, a repository's name. Out: a
+In: a folder that `verify` passes at levels `structure` and `quick`, and a repository's name. Out: a
 `PushResult`, after the repository's listing was compared with the folder.
 
-    verify -> repository, branch -> [withdraw what is loadable there] -> weights and all else
+    verify -> repository, branch -> [withdraw old index and configs] -> weights and other files
            -> index, configs, manifest in one commit -> compare the listing
 
-huggingface_hub does the transfer: `upload_folder` skips files that are there already, so a push
-that was stopped is run again and goes on. The order is ours: loaders look for index and config, so
-these come last, and where an older version of them is there, it is deleted before its weights are
-replaced. State of an unfinished conversion and hidden files are never sent.
+huggingface_hub does the transfer. Its `upload_folder` skips files that have arrived, so a push that
+was stopped continues when it is run again. The order is ours: loaders look for index and configs,
+so these come last, and an older version of them is deleted before its weights are replaced. Hidden
+files and the state of an unfinished conversion are never sent.
 
-Weights that are there and not here are not deleted but refused: vLLM would read them.
+Weight files that only the repository has are refused, not deleted: vLLM would read them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from beamq.errors import CheckFailed, HubError, UsageError
-from beamq.eval.verify.checks import CheckResult
+from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
 from beamq.io.hub import has_token, hub_call, no_token, parse_hub_id
 from beamq.io.manifest import MANIFEST_NAME
@@ -38,55 +38,6 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-
-# Whether a folder is fit to publish: its structure, then every byte against its `beamq.json`.
-#
-# In: a folder. Out: nothing, or `CheckFailed` with what verify found. Reading takes a minute or two
-# where sending takes hours, and a flipped bit that was sent is everybody's.
-
-
-def require_structure(folder: Path) -> None:
-    """Raise `CheckFailed` for a folder that beamq has not made, or whose structure verify refuses.
-
-    Reads headers, scalars and small files.
-    """
-    report = verify(folder, level="structure")
-    if report.check("manifest.present").status == "skip":
-        raise CheckFailed(
-            f"{folder}: not fit to publish: no {MANIFEST_NAME}, so beamq has not made it;"
-            " `hf upload` publishes any folder"
-        )
-    if not report.ok:
-        raise _unfit(folder, report.failures, "--level structure")
-
-
-def require_bytes(folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-    """Raise `CheckFailed`, naming tensors and files, where a byte is not the one that was written.
-
-    `progress` is called with bytes done and bytes in all.
-    """
-    report = verify(folder, level="quick", progress=progress)
-    if not report.ok:
-        raise _unfit(folder, report.failures, "--quick")
-    sums = report.check("checksums.tensors")
-    if sums.status != "pass":
-        raise CheckFailed(f"{folder}: not fit to publish: no tensor was checked: {sums.detail}")
-
-
-def _unfit(folder: Path, failures: tuple[CheckResult, ...], level: str) -> CheckFailed:
-    failed = "; ".join(map(_said, failures[:2]))
-    more = f" and {len(failures) - 2} more" if len(failures) > 2 else ""
-    return CheckFailed(
-        f"{folder}: not fit to publish ({failed}{more}); see `beamq verify {folder} {level}`"
-    )
-
-
-def _said(check: CheckResult) -> str:
-    """The first place and its fault, then the other places that verify names."""
-    others = f": {', '.join(check.where[1:])}" if check.where[1:] else ""
-    return f"{check.name}: {check.detail}{others}"
-
-
 LAST_NAMES = (INDEX_NAME, "hf_quant_config.json", "config.json", MANIFEST_NAME)
 MAX_HASHED_BYTES = 1 << 28
 Advance = Callable[[int, int], None]
@@ -94,7 +45,7 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushFile:
-    """A file to send. `last` ones are what makes the repository loadable."""
+    """A file to send. The `last` ones make the repository loadable."""
 
     path: str
     nbytes: int
@@ -135,8 +86,8 @@ def push(
 
     The repository and the branch `revision` are made if they do not exist; `private` refuses one
     that is public already. `show_progress` lets huggingface_hub draw its bars on stderr.
-    Every byte is held against beamq.json first, also for a dry run; `checking` is entered around
-    that, and gives what to call with bytes done and bytes in all.
+    Every byte is first compared with beamq.json, also for a dry run. `checking` is entered around
+    that; it gives what to call with bytes done and bytes in total.
     Raises `CheckFailed` for a folder that verify refuses and for a listing that differs at the
     end, `UsageError`, `HubError`, `HubUnreachableError`.
     """
@@ -145,11 +96,11 @@ def push(
     asked = parse_hub_id(repo)
     if asked is None or asked.revision is not None:
         raise UsageError(f"{repo!r}: expected a repository's name, org/name (and --revision)")
-    require_structure(folder)
-    if not dry_run and not has_token():  # asked before the long read
+    _require_structure(folder)
+    if not dry_run and not has_token():  # checked before the long read
         raise no_token(repo, "uploading")
     with checking() as progress:
-        require_bytes(folder, progress)
+        _require_bytes(folder, progress)
     files = files_to_push(folder)
     branch = revision or "main"
     if dry_run:
@@ -174,22 +125,56 @@ def push(
     )
 
 
+def _require_structure(folder: Path) -> None:
+    """Raise `CheckFailed` for a folder that beamq did not make, or that fails level `structure`."""
+    report = verify(folder, level="structure")
+    if report.check("manifest.present").status == "skip":
+        raise CheckFailed(
+            f"{folder}: not fit to publish: no {MANIFEST_NAME}, so beamq has not made it;"
+            " `hf upload` publishes any folder"
+        )
+    _require_ok(folder, report, "--level structure")
+
+
+def _require_bytes(folder: Path, progress: Advance | None) -> None:
+    """Raise `CheckFailed` where a byte is not the one that was written; far faster than sending."""
+    report = verify(folder, level="quick", progress=progress)
+    _require_ok(folder, report, "--quick")
+    sums = report.check("checksums.tensors")
+    if sums.status != "pass":
+        raise CheckFailed(f"{folder}: not fit to publish: no tensor was checked: {sums.detail}")
+
+
+def _require_ok(folder: Path, report: VerifyReport, level: str) -> None:
+    """Raise `CheckFailed` with the first failed checks, and with all places that verify names."""
+    if report.ok:
+        return
+    shown = []
+    for check in report.failures[:2]:
+        others = f": {', '.join(check.where[1:])}" if check.where[1:] else ""
+        shown.append(f"{check.name}: {check.detail}{others}")
+    rest = len(report.failures) - 2
+    more = f" and {rest} more" if rest > 0 else ""
+    raise CheckFailed(
+        f"{folder}: not fit to publish ({'; '.join(shown)}{more}); see `beamq verify {folder}"
+        f" {level}`"
+    )
+
+
 def files_to_push(folder: Path) -> tuple[PushFile, ...]:
-    """Everything but hidden files, state and partial files; what makes it loadable at the end."""
+    """All files but hidden, state and partial ones; at the end those that make it loadable."""
     found = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if any(part.startswith(".") for part in relative.parts) or not path.is_file():
-            continue
-        if path.name.endswith(PARTIAL):
-            continue
-        name = relative.as_posix()
-        found.append(PushFile(path=name, nbytes=path.stat().st_size, last=name in LAST_NAMES))
+        hidden = any(part.startswith(".") for part in relative.parts)
+        if path.is_file() and not hidden and not path.name.endswith(PARTIAL):
+            name = relative.as_posix()
+            found.append(PushFile(path=name, nbytes=path.stat().st_size, last=name in LAST_NAMES))
     return tuple(sorted(found, key=lambda file: file.last))
 
 
 class _Pusher:
-    """One push. `prepare`, `withdraw`, `upload` twice, `compare`."""
+    """One push: `prepare`, `withdraw`, `upload` twice, `compare`."""
 
     def __init__(self, folder: Path, repo: str, branch: str, files: Sequence[PushFile]) -> None:
         from huggingface_hub import HfApi, constants
@@ -204,8 +189,8 @@ class _Pusher:
         )
 
     def prepare(self, private: bool) -> None:
-        """Make sure that repository and branch exist, and that secrets stay secret."""
-        api, repo = self._api, self._repo
+        """Make repository and branch if needed; refuse a public repository if `private`."""
+        api, repo, branch = self._api, self._repo, self._branch
         hub_call(
             repo,
             "creating it",
@@ -217,15 +202,15 @@ class _Pusher:
                 f"{repo}: exists and is public; make it private in its settings, or leave out"
                 " --private"
             )
-        if self._branch != "main":
+        if branch != "main":
             hub_call(
                 repo,
-                f"creating the branch {self._branch}",
-                lambda: api.create_branch(repo, branch=self._branch, exist_ok=True),
+                f"creating the branch {branch}",
+                lambda: api.create_branch(repo, branch=branch, exist_ok=True),
             )
 
     def withdraw(self) -> tuple[str, ...]:
-        """Delete index and configs that differ from ours, before weights under them change.
+        """Delete index and configs that differ from ours, before their weights change.
 
         Raises `HubError` if there are weights that this checkpoint does not have.
         """
@@ -236,8 +221,8 @@ class _Pusher:
             shown = ", ".join(foreign[:3]) + (" ..." if len(foreign) > 3 else "")
             raise HubError(
                 f"{self._repo}@{self._branch}: holds {len(foreign)} weight files that this"
-                f" checkpoint does not ({shown}), and engines would read them; delete them, or push"
-                " to another --revision"
+                f" checkpoint does not have ({shown}), and engines would read them; delete them, or"
+                " push to another --revision"
             )
         old = [name for name in LAST_NAMES if name in there]
         same = all(self._is_same(there[name]) for name in old)
@@ -258,15 +243,14 @@ class _Pusher:
         return tuple(old)
 
     def upload(self, files: Sequence[PushFile], what: str) -> str:
-        """Send some of the files, as many commits as the library sees fit. Returns the commit."""
-        patterns = [glob.escape(file.path) for file in files]
+        """Send some of the files, in as many commits as the library makes. Returns the last one."""
         info = hub_call(
             self._repo,
             f"uploading {what}",
             lambda: self._api.upload_folder(
                 repo_id=self._repo,
                 folder_path=self._folder,
-                allow_patterns=patterns,
+                allow_patterns=[glob.escape(file.path) for file in files],
                 commit_message=f"Upload {what} with beamq {__version__}",
                 revision=self._branch,
             ),
@@ -276,7 +260,7 @@ class _Pusher:
     def compare(self, commit: str) -> None:
         """Raise `CheckFailed` if the listing lacks a file, or has one of another size or content.
 
-        Content is compared where a file is small; of shards the size.
+        Of shards only the size is compared.
         """
         there = self._listing(commit)
         wrong = []
@@ -285,7 +269,7 @@ class _Pusher:
             if found is None:
                 wrong.append(f"{file.path} is missing")
             elif found.size != file.nbytes:
-                wrong.append(f"{file.path} has {found.size} bytes, not {file.nbytes}")
+                wrong.append(f"{file.path} has {found.size} bytes, expected {file.nbytes}")
             elif not file.path.endswith(WEIGHT_SUFFIXES) and not self._is_same(found):
                 wrong.append(f"{file.path} has other content")
         if wrong:
@@ -306,12 +290,12 @@ class _Pusher:
         return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
     def _is_same(self, there: RepoFile) -> bool:
-        """Whether our file of that name has the content listed, by git's or LFS's own digest."""
+        """Whether our file of that name has the content listed, by the digest of git or LFS."""
         path = self._folder / there.path
         if not path.is_file() or path.stat().st_size != there.size:
             return False
         if there.size > MAX_HASHED_BYTES:
-            return True  # nothing here but shards is so large
+            return True  # only shards are so large
         data = path.read_bytes()
         if there.lfs is not None:
             return hashlib.sha256(data).hexdigest() == there.lfs.sha256
@@ -321,17 +305,13 @@ class _Pusher:
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
     """Keep the library's progress bars off the terminal unless they are wanted."""
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
+    from huggingface_hub import utils
 
-    if shown or are_progress_bars_disabled():
+    if shown or utils.are_progress_bars_disabled():
         yield
         return
-    disable_progress_bars()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        utils.enable_progress_bars()

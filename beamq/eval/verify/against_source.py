@@ -17,7 +17,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from beamq.beam.config import BeamConfig
@@ -32,13 +31,13 @@ from beamq.eval.verify.folder import (
 )
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.manifest import file_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange, companion_files, map_sources, restored_name
 
 BF16_BYTES = 2
 OWN_KEYS = ("quantization_config", "dtype", "torch_dtype")  # config keys a conversion may change
-CHUNK = 1 << 20
 
 
 class DecodedCheckpoint:
@@ -207,17 +206,7 @@ def _check_files(
         target = folder.root / here
         if not target.is_file():
             ledger.fault(check, here, "is missing, but the source has it")
-        elif not _same_bytes(source.source.path(name), target):
+        elif file_checksum(source.source.path(name)) != file_checksum(target):
             ledger.fault(check, here, "differs from the source's")
     if not targets:
         ledger.skip("the source has no other files", check)
-
-
-def _same_bytes(a: Path, b: Path) -> bool:
-    if a.stat().st_size != b.stat().st_size:
-        return False
-    with a.open("rb") as left, b.open("rb") as right:
-        while chunk := left.read(CHUNK):
-            if chunk != right.read(CHUNK):
-                return False
-    return True

@@ -10,7 +10,7 @@ decides; the first names the cause when the answer is no.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,35 +42,31 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
     if folder.plain:
         ledger.skip("not quantized", *NEEDS_QUANTIZED)
         return PLAIN.get(str(plain_dtype(folder)), "bf16")
-    check = "config.declared"
-    ledger.examined(check)
+    ledger.examined("config.declared")
     block = folder.block
     if block is None:
+        fmt = UNDECLARED
+        problem = "has no quantization_config, so engines load it unquantized"
         if isinstance((folder.hf_quant_config or {}).get("quantization"), Mapping):
-            ledger.fault(
-                check,
-                "config.json",
+            fmt = NVFP4
+            problem = (
                 f"has no quantization_config, and SGLang's Beam does not read {HF_QUANT_NAME}"
-                " alone; write both",
+                " alone; write both"
             )
+    else:
+        method = str(block.get("quant_method", "")).lower()
+        if method in ("modelopt", "modelopt_fp4") and block.get("quant_algo") == "NVFP4":
             return NVFP4
-        ledger.fault(
-            check, "config.json", "has no quantization_config, so engines load it unquantized"
+        if method == "compressed-tensors" and block.get("format") == "float-quantized":
+            return FP8
+        fmt = NVFP4 if method.startswith("modelopt") else FP8 if method else UNDECLARED
+        what = block.get("quant_algo") or block.get("format")
+        problem = (
+            f"quant_method is {method!r} with {what!r}; all engines load only ModelOpt NVFP4 and"
+            " compressed-tensors float-quantized"
         )
-        return UNDECLARED
-    method = str(block.get("quant_method", "")).lower()
-    if method in ("modelopt", "modelopt_fp4") and block.get("quant_algo") == "NVFP4":
-        return NVFP4
-    if method == "compressed-tensors" and block.get("format") == "float-quantized":
-        return FP8
-    what = block.get("quant_algo") or block.get("format")
-    ledger.fault(
-        check,
-        "config.json",
-        f"quant_method is {method!r} with {what!r}; all engines load only ModelOpt NVFP4 and"
-        " compressed-tensors float-quantized",
-    )
-    return NVFP4 if method.startswith("modelopt") else FP8 if method else UNDECLARED
+    ledger.fault("config.declared", "config.json", problem)
+    return fmt
 
 
 def plain_dtype(folder: Folder) -> Any:
@@ -109,18 +105,8 @@ def _check_nvfp4(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> No
     block_size = block.get("group_size", NVFP4_BLOCK)
     ledger.expect("config.fields", "group_size", block_size, NVFP4_BLOCK)
     if block.get("config_groups") is not None:
-        for name, group in _groups(block, ledger):
+        for name, group in _groups(block, _FOUR_BITS, _FOUR_BITS, ledger):
             ledger.expect("config.fields", f"{name}.targets", group.get("targets"), ["Linear"])
-            if group.get("input_activations") is None:
-                ledger.fault(
-                    "config.fields",
-                    f"{name}.input_activations",
-                    "is missing, and without it vLLM would serve weight-only W4A16",
-                )
-            else:
-                where = f"{name}.input_activations"
-                _compare(group["input_activations"], _FOUR_BITS, where, ledger)
-            _compare(group.get("weights"), _FOUR_BITS, f"{name}.weights", ledger)
     hf = folder.hf_quant_config
     if hf is None:
         if not ledger.failed("config.agreement"):
@@ -139,16 +125,28 @@ def _check_nvfp4(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> No
     _check_agreement(block, nested, ledger)
 
 
-def _groups(block: Mapping[str, Any], ledger: Ledger) -> list[tuple[str, Mapping[str, Any]]]:
-    """The config groups by name; what is not an object is a fault."""
-    groups = block.get("config_groups")
+def _groups(
+    block: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    activations: Mapping[str, Any],
+    ledger: Ledger,
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The config groups by name, with weights and activations checked."""
+    check, groups = "config.fields", block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        ledger.fault("config.fields", "config_groups", "is empty or not an object")
-        return []
+        ledger.fault(check, "config_groups", "is empty or not an object")
+        return
     for name, group in groups.items():
         if not isinstance(group, Mapping):
-            ledger.fault("config.fields", f"config_groups.{name}", "is not an object")
-    return [(name, group) for name, group in groups.items() if isinstance(group, Mapping)]
+            ledger.fault(check, f"config_groups.{name}", "is not an object")
+            continue
+        yield name, group
+        _compare(group.get("weights"), weights, f"{name}.weights", ledger)
+        where = f"{name}.input_activations"
+        if group.get("input_activations") is None:
+            ledger.fault(check, where, "is missing, so vLLM would quantize weights only")
+        else:
+            _compare(group["input_activations"], activations, where, ledger)
 
 
 def _check_agreement(block: Mapping[str, Any], nested: Mapping[str, Any], ledger: Ledger) -> None:
@@ -190,13 +188,11 @@ def _check_fp8(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> None
         )
     for key, value in (("format", "float-quantized"), ("quantization_status", "compressed")):
         ledger.expect("config.fields", key, block.get(key), value)
-    for name, group in _groups(block, ledger):
+    for name, group in _groups(block, FP8_WEIGHTS, FP8_ACTIVATIONS, ledger):
         if not is_names(group.get("targets")):
             ledger.fault("config.fields", f"{name}.targets", "is not a list of names")
         if group.get("format") is not None:
             ledger.expect("config.fields", f"{name}.format", group["format"], "float-quantized")
-        for part, wanted in (("weights", FP8_WEIGHTS), ("input_activations", FP8_ACTIVATIONS)):
-            _compare(group.get(part), wanted, f"{name}.{part}", ledger)
     _check_schema(block, ledger)
 
 
@@ -267,7 +263,7 @@ def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) ->
         name = f"engine.{view.engine}"
         ledger.examined(name, len(view.sites))
         for fault in view.faults:
-            ledger.fault(name, fault.where, f"{fault.kind}: {fault.reason}")
+            ledger.fault(name, fault.where, str(fault))
         if view.scheme == "nvfp4-weight-only":
             ledger.fault(name, "config_groups", "would be served weight-only (W4A16), not W4A4")
         for mismatch in mismatches(view, stored):

@@ -2,8 +2,7 @@
 
 In: the name under which an engine asks about a module (its prefix, with fused linears under one
 name: `model.layers.0.self_attn.qkv_proj`), and the entries of a checkpoint's config. Out: yes, no,
-or `EngineRefusal`, which stands for the exception that the engine raises there. No file is read
-here, and nothing is known of Beam's layers; engine_views.py knows them.
+or `EngineRefusal` for the exception that the engine raises there. engine_views.py knows the layers.
 
 The one idea: three readers share one list and read it by three rules. An entry is a substring and
 a shell glob in vLLM's ModelOpt code. In SGLang's it is a dotted path or a full-match glob. In
@@ -37,12 +36,13 @@ FP8_ACTIVATIONS = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
 
 
 class EngineRefusal(Exception):
-    """What an engine would raise while it builds a model: `kind` is the exception's name there."""
+    """What an engine would raise while it builds a model: `kind` is the exception's name there,
+    `where` the module's prefix."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(f"{kind}: {reason}")
         self.kind = kind
-        self.reason = reason
+        self.where = "config"
 
 
 @lru_cache(maxsize=65536)
@@ -74,70 +74,38 @@ def _all_or_none(prefix: str, fused: Fused, matches: Callable[[str], bool]) -> b
 # --- ModelOpt lists -------------------------------------------------------------------------
 
 
-class VllmModelOpt:
-    """vLLM's `is_layer_excluded`: exact or fused name, then substring, then shell glob.
-
-    vLLM first rewrites the list: `x*` becomes `x` and `x.*`, and the attention gate is renamed.
-    """
-
-    def __init__(self, entries: Iterable[str], fused: Fused) -> None:
-        split: list[str] = []
-        for entry in entries:
-            if len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
-                split += [entry[:-1], entry[:-1] + ".*"]
-            else:
-                split.append(entry)
-        self._entries = [entry.replace(*_RENAMED, 1) for entry in split]
-        self._exact = frozenset(self._entries)
-        self._globs = [e for e in self._entries if any(c in e for c in "*?[")]
-        self._experts = [e for e in self._entries if "experts" in e]
-        self._fused = fused
-
-    def excludes(self, prefix: str) -> bool:
-        return (
-            self._listed(prefix)
-            or any(entry in prefix for entry in self._entries if entry != prefix)
-            or any(fnmatchcase(prefix, glob) for glob in self._globs)
-        )
-
-    def _listed(self, prefix: str) -> bool:
-        if "experts" in prefix:
-            return any(prefix in entry for entry in self._experts)
-        return prefix in self._exact or _all_or_none(prefix, self._fused, self._exact.__contains__)
+def vllm_renamed(entries: Iterable[str]) -> list[str]:
+    """vLLM rewrites a ModelOpt list: `x*` becomes `x` and `x.*`, the attention gate is renamed."""
+    split: list[str] = []
+    for entry in entries:
+        if len(entry) >= 2 and entry[-1] == "*" and entry[-2] != ".":
+            split += [entry[:-1], entry[:-1] + ".*"]
+        else:
+            split.append(entry)
+    return [entry.replace(*_RENAMED, 1) for entry in split]
 
 
-class SglangModelOpt:
+def vllm_excludes(prefix: str, entries: Sequence[str], fused: Fused) -> bool:
+    """vLLM's `is_layer_excluded`: exact or fused name, then substring, then shell glob."""
+    if "experts" in prefix:
+        listed = any(prefix in entry for entry in entries)
+    else:
+        listed = prefix in entries or _all_or_none(prefix, fused, entries.__contains__)
+    return listed or any(entry in prefix or fnmatchcase(prefix, entry) for entry in entries)
+
+
+def sglang_excludes(prefix: str, entries: Sequence[str], fused: Fused, *, linear: bool) -> bool:
     """SGLang's two rules: dotted paths for linears, full-match globs for everything."""
 
-    def __init__(self, entries: Iterable[str], fused: Fused) -> None:
-        entries = list(entries)
-        self._paths = frozenset(entry.rstrip(".") for entry in entries)
-        self._plain = frozenset(e for e in entries if re.fullmatch(r"[\w.]+", e))
-        self._patterns = [e for e in entries if e not in self._plain]
-        self._fused = fused
+    def on_path(name: str) -> bool:
+        return any(f".{entry.rstrip('.')}." in f".{name}." for entry in entries)
 
-    def excludes(self, prefix: str, *, linear: bool) -> bool:
-        on_path = linear and _all_or_none(prefix, self._fused, self._on_path)
-        return on_path or self._globbed(prefix)
-
-    def _on_path(self, name: str) -> bool:
-        parts = name.split(".")
-        return any(
-            ".".join(parts[start:end]) in self._paths
-            for start in range(len(parts))
-            for end in range(start + 1, len(parts) + 1)
-        )
-
-    def _globbed(self, prefix: str) -> bool:
-        candidates = [prefix, *prefix.split(".")]
-        if any(name in self._plain for name in candidates):
-            return True
-        # Anything but `.` and `*` keeps its regular-expression meaning there, as it does here.
-        return any(
-            _compiled(entry.replace(".", r"\.").replace("*", ".*")).fullmatch(name)
-            for entry in self._patterns
-            for name in candidates
-        )
+    names = {prefix, *prefix.split(".")}
+    if (linear and _all_or_none(prefix, fused, on_path)) or not names.isdisjoint(entries):
+        return True
+    # Anything but `.` and `*` keeps its regular-expression meaning there, as it does here.
+    patterns = (_compiled(e.replace(".", r"\.").replace("*", ".*")) for e in entries)
+    return any(pattern.fullmatch(name) for pattern in patterns for name in names)
 
 
 # --- compressed-tensors lists ---------------------------------------------------------------
@@ -176,7 +144,7 @@ def sglang_ct_ignores(prefix: str, entries: Sequence[str], fused: Fused) -> bool
             for e in entries
         )
 
-    return prefix in entries or _all_or_none(prefix, fused, matches)
+    return matches(prefix) if prefix in entries else _all_or_none(prefix, fused, matches)
 
 
 def ct_targets(prefix: str, class_name: str, targets: Sequence[str], fused: Fused) -> bool:
@@ -284,20 +252,16 @@ def ct_targets_of(engine: str, quantization_config: Mapping[str, Any]) -> list[s
     return [target for group in groups for target in group["targets"]]
 
 
-def _ct_fault(quantization_config: Mapping[str, Any]) -> str | None:
-    fmt = quantization_config.get("format")
+def _ct_fault(block: Mapping[str, Any]) -> str | None:
+    fmt, groups = block.get("format"), block.get("config_groups")
     if fmt != "float-quantized":
-        return f"format is {fmt!r}, Beam takes float-quantized"
-    if "linear_fp8_config" in quantization_config:
+        return f"format is {fmt!r}, but Beam needs float-quantized"
+    if "linear_fp8_config" in block:
         return "linear_fp8_config is refused for Beam"
-    groups = quantization_config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        return "no config_groups"
-    for name, group in groups.items():
-        fault = _ct_group_fault(group)
-        if fault is not None:
-            return f"{name}: {fault}"
-    return None
+        return "there are no config_groups"
+    faults = ((name, _ct_group_fault(group)) for name, group in groups.items())
+    return next((f"{name}: {fault}" for name, fault in faults if fault), None)
 
 
 def _ct_group_fault(group: Any) -> str | None:

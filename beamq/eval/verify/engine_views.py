@@ -2,12 +2,11 @@
 
 In: `quantization_config` (config.json), the content of `hf_quant_config.json`, and the model's
 shape. Out: one `EngineView` for each engine: the answer for every module that it builds, or the
-exception that it would raise. `mismatches` then compares a view with what is really stored.
+exception that it would raise. `mismatches` compares a view with what is stored.
 
-The one idea: a checkpoint loads only if a module has scales exactly where the engine builds it
-quantized. That is asked for each engine under its own module names: vLLM fuses q, k, v and the
-output gate (with more ranks than KV heads only q, k and v), SGLang fuses q, k and v, transformers
-fuses nothing.
+The one idea: a checkpoint loads only if exactly those modules have scales that the engine builds
+quantized. Each engine has its own module names: vLLM fuses q, k, v and the output gate (with more
+ranks than KV heads only q, k and v), SGLang fuses q, k and v, transformers fuses nothing.
 
 Simulated: ModelOpt NVFP4 and compressed-tensors per-channel FP8 as vLLM 0.33.0, SGLang 0.5.23
 and transformers 5.24 (FP8 only) read them. Other methods are refused by name, not guessed at.
@@ -28,16 +27,17 @@ from beamq.eval.verify.engine_rules import (
     VLLM_WIDE,
     EngineRefusal,
     Fused,
-    SglangModelOpt,
-    VllmModelOpt,
     ct_targets,
     ct_targets_of,
     equal_or_regex,
     modelopt_terms,
     names,
     sglang_ct_ignores,
+    sglang_excludes,
     vllm_ct_ignores,
     vllm_ct_renamed,
+    vllm_excludes,
+    vllm_renamed,
 )
 
 
@@ -61,27 +61,19 @@ _Modules = tuple[tuple[str, str, tuple[str, ...]], ...]
 _QKV = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _FUSED_QKV = ("qkv_proj", "QKVParallelLinear", _QKV)
+_GATE = ("ColumnParallelLinear", ("gate_proj",))
 _OUT = ("o_proj", "RowParallelLinear", ("o_proj",))
+_ATTENTION: dict[str, _Modules] = {
+    VLLM: (("qkv_gate_proj", "MergedColumnParallelLinear", (*_QKV, "gate_proj")), _OUT),
+    VLLM_WIDE: (_FUSED_QKV, ("output_gate_proj", *_GATE), _OUT),
+    SGLANG: (_FUSED_QKV, ("gate_proj", *_GATE), _OUT),
+    TRANSFORMERS: tuple((name, "Linear", (name,)) for name in (*_QKV, "gate_proj", "o_proj")),
+}
 _FUSED_MLP: _Modules = (
     ("gate_up_proj", "MergedColumnParallelLinear", ("gate_proj", "up_proj")),
     ("down_proj", "RowParallelLinear", ("down_proj",)),
 )
-_ATTENTION: dict[str, _Modules] = {
-    VLLM: (("qkv_gate_proj", "MergedColumnParallelLinear", (*_QKV, "gate_proj")), _OUT),
-    VLLM_WIDE: (
-        _FUSED_QKV,
-        ("output_gate_proj", "ColumnParallelLinear", ("gate_proj",)),
-        _OUT,
-    ),
-    SGLANG: (_FUSED_QKV, ("gate_proj", "ColumnParallelLinear", ("gate_proj",)), _OUT),
-    TRANSFORMERS: tuple((name, "Linear", (name,)) for name in (*_QKV, "gate_proj", "o_proj")),
-}
-_DENSE: dict[str, _Modules] = {
-    VLLM: _FUSED_MLP,
-    VLLM_WIDE: _FUSED_MLP,
-    SGLANG: _FUSED_MLP,
-    TRANSFORMERS: tuple((name, "Linear", (name,)) for name in _MLP),
-}
+_UNFUSED_MLP: _Modules = tuple((name, "Linear", (name,)) for name in _MLP)
 # transformers keeps experts as plain parameters, which it decodes in whatever form they are stored.
 _EXPERTS = {VLLM: "RoutedExperts", VLLM_WIDE: "RoutedExperts", SGLANG: "FusedMoE"}
 _FUSED_LINEARS: Fused = {"qkv_proj": _QKV, "gate_up_proj": ("gate_proj", "up_proj")}
@@ -99,15 +91,13 @@ def sites(engine: str, config: BeamConfig) -> Iterator[Site]:
         yield from _linears(f"model.layers.{layer}.self_attn", _ATTENTION[engine])
         prefix = f"model.layers.{layer}.mlp"
         if mlp == "dense":
-            yield from _linears(prefix, _DENSE[engine])
+            fused = engine != TRANSFORMERS
+            yield from _linears(prefix, _FUSED_MLP if fused else _UNFUSED_MLP)
         elif engine in _EXPERTS:
-            experts = f"{prefix}.experts"
-            stored = tuple(
-                f"{experts}.{expert}.{proj}"
-                for expert in range(config.num_experts)
-                for proj in _MLP
-            )
-            yield Site(prefix=experts, class_name=_EXPERTS[engine], stored=stored, kind="experts")
+            prefix += ".experts"
+            experts = [f"{prefix}.{expert}" for expert in range(config.num_experts)]
+            stored = tuple(f"{expert}.{proj}" for expert in experts for proj in _MLP)
+            yield Site(prefix=prefix, class_name=_EXPERTS[engine], stored=stored, kind="experts")
     head = "Linear" if engine == TRANSFORMERS else "ParallelLMHead"
     yield Site(prefix="lm_head", class_name=head, stored=("lm_head",), kind="head")
 
@@ -122,15 +112,6 @@ def _linears(prefix: str, modules: _Modules) -> Iterator[Site]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFault:
-    """An exception the engine would raise while building: `where` is a prefix or "config"."""
-
-    where: str
-    kind: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineView:
     """What one engine makes of the config: whether it builds the module of each prefix quantized.
 
@@ -140,7 +121,7 @@ class EngineView:
     engine: str
     scheme: str | None
     quantized: Mapping[str, bool] = field(default_factory=dict)
-    faults: tuple[EngineFault, ...] = ()
+    faults: tuple[EngineRefusal, ...] = ()
     sites: tuple[Site, ...] = ()
 
 
@@ -163,11 +144,7 @@ _EFFECTS = {
 
 
 def mismatches(view: EngineView, stored: Mapping[str, bool]) -> list[Mismatch]:
-    """Every site whose modules are not stored the way `view` builds it.
-
-    `stored` says of the checkpoint's modules which have scales; those it lacks are found missing
-    elsewhere.
-    """
+    """Every site that is not stored as `view` builds it; `stored` maps modules to quantized."""
     found: list[Mismatch] = []
     for site in view.sites:
         built = view.quantized.get(site.prefix)
@@ -202,8 +179,7 @@ def simulate(
             else:
                 scheme, decide = _modelopt(engine, quantization_config, hf_quant_config)
         except EngineRefusal as refusal:
-            fault = EngineFault(where="config", kind=refusal.kind, reason=refusal.reason)
-            views.append(EngineView(engine=engine, scheme=None, faults=(fault,)))
+            views.append(EngineView(engine=engine, scheme=None, faults=(refusal,)))
         else:
             views.append(_view(engine, scheme, config, decide))
     return tuple(views)
@@ -213,15 +189,15 @@ def _view(engine: str, scheme: str, config: BeamConfig, decide: _Decision) -> En
     """Ask `decide` about every site, and collect what it raises."""
     all_sites = tuple(sites(engine, config))
     quantized: dict[str, bool] = {}
-    faults: list[EngineFault] = []
+    faults: list[EngineRefusal] = []
     if config.tie_word_embeddings and engine in (VLLM, VLLM_WIDE):
-        reason = "tied embeddings are refused"
-        faults.append(EngineFault(where="config", kind="NotImplementedError", reason=reason))
+        faults.append(EngineRefusal("NotImplementedError", "tied embeddings are refused"))
     for site in all_sites:
         try:
             quantized[site.prefix] = decide(site)
         except EngineRefusal as refusal:
-            faults.append(EngineFault(where=site.prefix, kind=refusal.kind, reason=refusal.reason))
+            refusal.where = site.prefix
+            faults.append(refusal)
     return EngineView(
         engine=engine, scheme=scheme, quantized=quantized, faults=tuple(faults), sites=all_sites
     )
@@ -233,12 +209,16 @@ def _modelopt(
     hf_quant_config: Mapping[str, Any] | None,
 ) -> tuple[str, _Decision]:
     scheme, entries = modelopt_terms(engine, quantization_config, hf_quant_config)
-    if engine == SGLANG:
-        sglang = SglangModelOpt(entries, _FUSED_LINEARS)
-        return scheme, lambda site: not sglang.excludes(site.prefix, linear=site.kind != "experts")
-    vllm = VllmModelOpt(entries, _VLLM_FUSED)
-    # vLLM's ModelOpt classes have no embedding method: embeddings stay as stored.
-    return scheme, lambda site: site.kind != "embedding" and not vllm.excludes(site.prefix)
+    renamed = vllm_renamed(entries)
+
+    def decide(site: Site) -> bool:
+        if engine == SGLANG:
+            linear = site.kind != "experts"
+            return not sglang_excludes(site.prefix, entries, _FUSED_LINEARS, linear=linear)
+        # vLLM's ModelOpt classes have no embedding method: embeddings stay as stored.
+        return site.kind != "embedding" and not vllm_excludes(site.prefix, renamed, _VLLM_FUSED)
+
+    return scheme, decide
 
 
 def _compressed_tensors(engine: str, block: Mapping[str, Any]) -> _Decision:
@@ -257,8 +237,6 @@ def _names_site(site: Site, entries: Sequence[str]) -> bool:
 
 
 def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
-    widened = [*targets, "RoutedExperts"] if "Linear" in targets else list(targets)
-
     def one(prefix: str, class_name: str, wanted: Sequence[str]) -> bool:
         return not vllm_ct_ignores(prefix, entries, _VLLM_FUSED) and ct_targets(
             prefix, class_name, wanted, _VLLM_FUSED
@@ -266,7 +244,7 @@ def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
 
     def decide(site: Site) -> bool:
         if site.kind == "experts":
-            return _same_for_expert_0(site, lambda name: one(name, site.class_name, widened))
+            return _same_for_expert_0(site, targets, one)
         quantized = one(site.prefix, site.class_name, targets)
         if quantized and site.kind == "embedding":
             raise EngineRefusal("ValueError", "embeddings support integer weights only")
@@ -276,8 +254,6 @@ def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
 
 
 def _sglang_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
-    widened = [*targets, "FusedMoE"] if "Linear" in targets else list(targets)
-
     def one(prefix: str, class_name: str, wanted: Sequence[str]) -> bool:
         if sglang_ct_ignores(prefix, entries, _FUSED_LINEARS):
             return False
@@ -287,7 +263,7 @@ def _sglang_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
 
     def decide(site: Site) -> bool:
         if site.kind == "experts":
-            return _same_for_expert_0(site, lambda name: one(name, site.class_name, widened))
+            return _same_for_expert_0(site, targets, one)
         if site.kind == "head":  # only a target that names it quantizes the head
             named = any(
                 equal_or_regex(site.prefix, t) or site.prefix.endswith("." + t) for t in targets
@@ -298,9 +274,15 @@ def _sglang_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
     return decide
 
 
-def _same_for_expert_0(site: Site, ask: Callable[[str], bool]) -> bool:
-    """Both engines ask for expert 0's three projections and want one answer for the layer."""
-    answers = {name: ask(f"{site.prefix}.0.{name}") for name in _MLP}
+def _same_for_expert_0(
+    site: Site, targets: Sequence[str], one: Callable[[str, str, Sequence[str]], bool]
+) -> bool:
+    """Both engines ask for expert 0's three projections and want one answer for the layer.
+
+    A target `Linear` also claims the class that holds the experts.
+    """
+    wanted = [*targets, site.class_name] if "Linear" in targets else targets
+    answers = {name: one(f"{site.prefix}.0.{name}", site.class_name, wanted) for name in _MLP}
     if len(set(answers.values())) > 1:
         hit = ", ".join(name for name, yes in answers.items() if yes)
         raise EngineRefusal("ValueError", f"of expert 0 only {hit} would be quantized")

@@ -2,11 +2,8 @@
 
 In: a folder. Out: a `Folder` with everything that could be read, an `Inventory` that gives every
 stored tensor its place in the model, and findings under `files.*`, `manifest.present`, `tensors.*`
-and `scales.*`. No weight is read.
-
-Faults are findings here, not exceptions: `open_checkpoint` stops at the first one, which is right
-for a conversion, but `verify` is to name them all. Only a missing folder, or a config.json that is
-not Beam's, is an error of the caller.
+and `scales.*`. No weight is read. Faults are findings, so that all of them are named; only a
+missing folder, or a config.json that is not Beam's, is an exception.
 
 A linear counts as quantized if a scale belongs to it or its weight has the dtype of codes. It must
 then have exactly the tensors of its format (plan/layout.py), and otherwise exactly one BF16 weight.
@@ -19,7 +16,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -470,7 +467,11 @@ def check_scalars(checkpoint: Checkpoint, inventory: Inventory, ledger: Ledger) 
         return
     for suffix, (one, shared) in checks.items():
         groups: dict[str, dict[bytes, float]] = {}
-        for linear, raw in _scalars(checkpoint, inventory, suffix):
+        for linear in inventory.linears:
+            spec = linear.parts.get(suffix)
+            if spec is None or spec.dtype != "F32" or spec.numel != 1:
+                continue
+            raw = bytes(checkpoint.read(spec.name))
             value: float = struct.unpack("<f", raw)[0]
             ledger.examined(one)
             fault = scalar_fault(value)
@@ -483,15 +484,6 @@ def check_scalars(checkpoint: Checkpoint, inventory: Inventory, ledger: Ledger) 
                 shown = " and ".join(map(repr, values.values()))
                 reason = "engines keep one value, and decode the other linears with it"
                 ledger.fault(shared, group, f"{suffix} differs ({shown}); {reason}")
-
-
-def _scalars(
-    checkpoint: Checkpoint, inventory: Inventory, suffix: str
-) -> Iterator[tuple[Linear, bytes]]:
-    for linear in inventory.linears:
-        spec = linear.parts.get(suffix)
-        if spec is not None and spec.dtype == "F32" and spec.numel == 1:
-            yield linear, bytes(checkpoint.read(spec.name))
 
 
 def scalar_fault(value: float) -> str | None:

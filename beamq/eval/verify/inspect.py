@@ -77,11 +77,8 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
-        data = asdict(self)
-        return data | {
-            "share_quantized": self.share_quantized,
-            "bits_per_weight": self.bits_per_weight,
-        }
+        shares = {"share_quantized": self.share_quantized, "bits_per_weight": self.bits_per_weight}
+        return {**asdict(self), **shares}
 
 
 def inspect_checkpoint(checkpoint: str | Path) -> Inspection:

@@ -15,7 +15,7 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from beamq.eval.verify.against_source import read_rows
 from beamq.eval.verify.checks import NVFP4, Ledger
@@ -134,7 +134,7 @@ def _compressed_tensors_decoder() -> Decoder:
     args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
 
     def decode(codes: torch.Tensor, scales: torch.Tensor, _global_scale: float) -> torch.Tensor:
-        values: Any = dequantize(x_q=codes, scale=scales, args=args)
-        return values  # type: ignore[no-any-return]
+        values: torch.Tensor = dequantize(x_q=codes, scale=scales, args=args)
+        return values
 
     return decode

@@ -73,12 +73,12 @@ class Sums:
         """RMS of the error over RMS of the source; 0 for an all-zero source decoded to zeros."""
         return math.sqrt(self.error / self.source) if self.source else math.sqrt(self.error)
 
-    def add(self, other: Sums) -> None:
+    def add(self, error: float, source: float, worst: float, elements: int) -> None:
         """Add other elements. The order of calls shows in the last bits."""
-        self.error += other.error
-        self.source += other.source
-        self.worst = max(self.worst, other.worst)
-        self.elements += other.elements
+        self.error += error
+        self.source += source
+        self.worst = max(self.worst, worst)
+        self.elements += elements
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,44 +103,34 @@ class Outcome:
             down, column = divmod(found.first_out_of_bound, k)
             self.first_place = (row + down, column)
         self.out_of_bound += found.out_of_bound
-        self.sums.add(
-            Sums(
-                error=found.sum_sq_error,
-                source=found.sum_sq_source,
-                worst=found.max_abs_error,
-                elements=rows * k,
-            )
-        )
+        self.sums.add(found.sum_sq_error, found.sum_sq_source, found.max_abs_error, rows * k)
 
 
 def plan_items(inventory: Inventory, sources: Mapping[str, SourceRange]) -> list[Item]:
     """Work items in file order. `sources` maps the output's weight names to source ranges."""
     items: list[Item] = []
+
+    def add(
+        role: TensorRole, spec: TensorSpec, linear: Linear | None = None, *, traced: bool = True
+    ) -> None:
+        source = sources.get(spec.name) if traced else None
+        shape = linear.shape if linear else spec.shape
+        if source is not None and source.shape != shape:
+            source = None  # a finding of the structure checks
+        items.append(Item(role=role, spec=spec, linear=linear, source=source))
+
     for linear in inventory.linears:
         if linear.quantized and is_sound(linear):
-            items.append(_item(linear.role, linear.parts["weight"], sources, linear))
-        else:
-            # A linear whose parts do not fit each other is still read, part by part.
-            own = {} if linear.quantized else sources
-            items += [_item(linear.role, spec, own) for spec in linear.parts.values()]
-    items += [_item(role, spec, sources) for role, spec in inventory.high_precision]
+            add(linear.role, linear.parts["weight"], linear)
+        else:  # not quantized, or its parts do not fit each other: still read, part by part
+            for spec in linear.parts.values():
+                add(linear.role, spec, traced=not linear.quantized)
+    for role, spec in inventory.high_precision:
+        add(role, spec)
     for spec in inventory.unknown:
         role = TensorRole(name=spec.name, role=Role.EXTRA, module=spec.name, proj="")
-        items.append(_item(role, spec, sources))
+        add(role, spec)
     return sorted(items, key=lambda item: (item.spec.file, item.spec.offset))
-
-
-def _item(
-    role: TensorRole,
-    spec: TensorSpec,
-    sources: Mapping[str, SourceRange],
-    linear: Linear | None = None,
-) -> Item:
-    source = sources.get(spec.name)
-    shape = linear.shape if linear else spec.shape
-    if source is not None and source.shape != shape:
-        source = None  # a finding of the structure checks
-    return Item(role=role, spec=spec, linear=linear, source=source)
 
 
 def is_sound(linear: Linear) -> bool:
@@ -178,7 +168,7 @@ def _role_error(role: str, linears: Sequence[tuple[str, Sums]]) -> RoleError:
     """The error over (module, sums) of a role's linears; of equally bad ones the last by name."""
     total, worst = Sums(), (-1.0, "")
     for module, sums in linears:
-        total.add(sums)
+        total.add(sums.error, sums.source, sums.worst, sums.elements)
         if (sums.relative_rms, module) > worst:
             worst = (sums.relative_rms, module)
     return RoleError(
@@ -244,12 +234,6 @@ class Nvfp4Bound:
         found = cpu.nvfp4_compare(source, dtype, codes, scales, self._k, self._scale, swept=swept)
         if self._rule != "gptq":
             return found
-        self._add_rows(source, dtype, codes, scales)
-        return replace(found, out_of_bound=0, first_out_of_bound=-1)
-
-    def _add_rows(
-        self, source: memoryview, dtype: str, codes: memoryview, scales: memoryview
-    ) -> None:
         shape = (codes.nbytes * 2 // self._k, self._k)
         raw = memoryview(bytearray(4 * shape[0] * shape[1]))
         cpu.nvfp4_dequantize(codes, scales, self._k, self._scale, raw, "F32")
@@ -270,6 +254,7 @@ class Nvfp4Bound:
         self._error += float(error_N.sum())
         self._source += float(source_N.sum())
         self._free += shape[0] * free
+        return replace(found, out_of_bound=0, first_out_of_bound=-1)
 
     def fault(self) -> str | None:
         """What is wrong with the linear as a whole, if anything; only under `gptq`."""

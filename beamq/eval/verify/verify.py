@@ -207,13 +207,10 @@ class _Pass:
         except BeamqError as fault:
             if not self.ledger.failed("files.readable", "files.index"):
                 self.ledger.fault("files.readable", folder.root.name, str(fault))
-            unread = (
-                name
-                for name, check in CHECKS.items()
-                if name.startswith("scales.") or check.level != "structure"
-                if name != "checksums.files"
-            )
-            self.ledger.skip("the files cannot be read as a whole; see files.*", *unread)
+            for name, check in CHECKS.items():
+                reads = check.level != "structure" or name.startswith("scales.")
+                if reads and name != "checksums.files":
+                    self.ledger.skip("the files cannot be read as a whole; see files.*", name)
             return None
 
     def _ask_second_opinion(self, opened: Checkpoint, sample: int) -> None:
