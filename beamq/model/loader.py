@@ -59,15 +59,6 @@ threads call it. The tensor must not be changed, nor kept after its unit (a laye
 experts, the embedding, the head) is loaded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
-    """A range of a stored tensor's rows, and the buffer they go to."""
-
-    spec: TensorSpec
-    first: int
-    out: torch.Tensor
-
-
 class Fill:
     """Buffers under construction. Their contents are undefined until `run` has been called."""
 
@@ -78,7 +69,7 @@ class Fill:
         self._pool = pool
         self._pin = pin
         self._tap = tap
-        self._reads: list[_Read] = []
+        self._reads: list[tuple[TensorSpec, int, torch.Tensor]] = []  # spec, first row, place
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised CPU buffer; its contents come from `read`.
@@ -94,15 +85,12 @@ class Fill:
 
         The element counts must match; the caller checks the shape.
         """
-        self._reads.append(_Read(spec=self.checkpoint.spec(name), first=0, out=out))
+        self._reads.append((self.checkpoint.spec(name), 0, out))
 
     def read_rows(self, name: str, first: int, out: torch.Tensor) -> None:
         """Note that rows first .. first + len(out) - 1 of `name` go to `out`, one row a read."""
         spec = self.checkpoint.spec(name)
-        self._reads += [
-            _Read(spec=spec, first=first + row, out=out[row : row + 1])
-            for row in range(out.shape[0])
-        ]
+        self._reads += [(spec, first + row, out[row : row + 1]) for row in range(out.shape[0])]
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A buffer for one unquantized tensor of a known shape, cast to `dtype`."""
@@ -120,24 +108,21 @@ class Fill:
         if self._tap is not None:  # from equal stretches in turn; neighbours stay apart
             step = -(-len(reads) // TAP_PLACES)
             reads = [read for first in range(step) for read in reads[first::step]]
-        list(self._pool.map(self._fetch, reads))  # asking for a result raises its error
+        list(self._pool.map(self._fetch, *zip(*reads, strict=True)))  # raises the first error
         self._reads.clear()
 
-    def _fetch(self, read: _Read) -> None:
-        stored = TORCH_DTYPES[read.spec.dtype]
-        raw = read.out
-        if raw.dtype != stored:
-            raw = torch.empty(read.out.shape, dtype=stored)
+    def _fetch(self, spec: TensorSpec, first: int, out: torch.Tensor) -> None:
+        stored = TORCH_DTYPES[spec.dtype]
+        raw = out if out.dtype == stored else torch.empty(out.shape, dtype=stored)
         flat = raw.view(-1).view(torch.uint8)
         view = memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
-        rows = read.spec.shape[0] if read.spec.shape else 1
-        self.checkpoint.read_into(read.spec, view, read.first * (read.spec.nbytes // rows))
+        rows = spec.shape[0] if spec.shape else 1
+        self.checkpoint.read_into(spec, view, first * (spec.nbytes // rows))
         if self._tap is not None:
-            whole = flat.numel() == read.spec.nbytes
-            shape = read.spec.shape if whole else (-1, *read.spec.shape[1:])
-            self._tap(read.spec, read.first, raw.view(shape))
-        if raw is not read.out:
-            read.out.copy_(raw)
+            whole = flat.numel() == spec.nbytes
+            self._tap(spec, first, raw.view(spec.shape if whole else (-1, *spec.shape[1:])))
+        if raw is not out:
+            out.copy_(raw)
 
 
 def upload(tree: Tree, device: torch.device, stream: torch.cuda.Stream) -> Tree:
@@ -146,30 +131,24 @@ def upload(tree: Tree, device: torch.device, stream: torch.cuda.Stream) -> Tree:
     Copies run on `stream` and are done on return. Their memory is tied to the device's default
     stream, which will use it.
     """
-    user = torch.cuda.default_stream(device)
-
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
-        moved = tensor.to(device, non_blocking=True)
-        moved.record_stream(user)
-        return moved
-
     with torch.cuda.stream(stream):
-        uploaded: Tree = _map_tensors(tree, copy)
+        uploaded: Tree = _copied(tree, device)
     stream.synchronize()
     return uploaded
 
 
-def _map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _copied(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, torch.Tensor):
-        return change(tree)
+        moved = tree.to(device, non_blocking=True)
+        moved.record_stream(torch.cuda.default_stream(device))
+        return moved
     if isinstance(tree, tuple):
-        return tuple(_map_tensors(item, change) for item in tree)
+        return tuple(_copied(item, device) for item in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        values = {
-            field.name: _map_tensors(getattr(tree, field.name), change)
-            for field in dataclasses.fields(tree)
-        }
-        return dataclasses.replace(tree, **values)
+        names = [field.name for field in dataclasses.fields(tree)]
+        return dataclasses.replace(
+            tree, **{name: _copied(getattr(tree, name), device) for name in names}
+        )
     return tree
 
 
@@ -210,7 +189,7 @@ def _declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
     )
 
 
-def _same_format(parts: list[StoredLinear]) -> str:
+def _same_format(parts: Sequence[StoredLinear]) -> str:
     """The format of linears that are multiplied as one. Raises `TensorError` if they differ."""
     for part in parts[1:]:
         if part.format != parts[0].format:
@@ -282,7 +261,9 @@ class LayerLoader:
             held = (self._experts(fill, index, own.start, len(own)),) if own else ()
             mlp = SparseMlp(router=self._router(fill, index), experts=held)
         else:
-            mlp = self._dense_mlp(fill, index)
+            modules = [f"{prefix}.mlp"]
+            gate_up, down = self._mlp(fill, modules, self.config.intermediate_size, modules)
+            mlp = DenseMlp(gate_up=gate_up, down=down)
         built = LayerWeights(
             index=index,
             attention=self._attention(fill, index),
@@ -336,8 +317,8 @@ class LayerLoader:
         head = (config.head_dim,)
         return AttentionWeights(
             window=config.sliding_window if sliding else None,
-            qkv_gate=self._linear(fill, [fused]),
-            o=self._linear(fill, [[self._stored(f"{prefix}.o_proj", hidden, q)]]),
+            qkv_gate=self._linear(fill, fused),
+            o=self._linear(fill, [self._stored(f"{prefix}.o_proj", hidden, q)]),
             q_norm=fill.tensor(f"{prefix}.q_norm.weight", head, self.dtype),
             k_norm=fill.tensor(f"{prefix}.k_norm.weight", head, self.dtype),
             gate_bias=fill.tensor(f"{prefix}.gate_bias", (config.num_heads,), self.dtype),
@@ -352,13 +333,6 @@ class LayerLoader:
             bias_E=fill.tensor(bias, shape[:1], torch.float32),
         )
 
-    def _dense_mlp(self, fill: Fill, index: int) -> DenseMlp:
-        gate_up, down = self._mlp_parts(f"model.layers.{index}.mlp", self.config.intermediate_size)
-        return DenseMlp(
-            gate_up=self._linear(fill, [gate_up]),
-            down=self._linear(fill, [down]),
-        )
-
     def _experts(self, fill: Fill, index: int, first: int, count: int) -> ExpertSlice:
         prefix = f"model.layers.{index}.mlp.experts"
         packed = self._packed_name(f"{prefix}.gate_up_proj")
@@ -370,18 +344,11 @@ class LayerLoader:
                 gate_up=self._packed(fill, packed, "gate_up_proj", first, count),
                 down=self._packed(fill, down, "down_proj", first, count),
             )
-        width = self.config.moe_intermediate_size
-        parts = [self._mlp_parts(f"{prefix}.{e}", width) for e in range(first, first + count)]
-        # The engines reduce input scales over all experts of a layer, whatever the slice.
-        every = [f"{prefix}.{e}" for e in range(self.config.num_experts)]
-        gates = [f"{module}.{name}" for module in every for name in ("gate_proj", "up_proj")]
-        downs = [f"{module}.down_proj" for module in every]
-        return ExpertSlice(
-            first=first,
-            count=count,
-            gate_up=self._linear(fill, [part[0] for part in parts], stacked=True, sharing=gates),
-            down=self._linear(fill, [part[1] for part in parts], stacked=True, sharing=downs),
-        )
+        # Engines reduce input scales over all experts of a layer, whatever the slice.
+        every = [f"{prefix}.{expert}" for expert in range(self.config.num_experts)]
+        own, width = every[first : first + count], self.config.moe_intermediate_size
+        gate_up, down_proj = self._mlp(fill, own, width, every, experts=count)
+        return ExpertSlice(first=first, count=count, gate_up=gate_up, down=down_proj)
 
     def _packed_name(self, module: str) -> str | None:
         """The stored name of a packed tensor, which may or may not end in `.weight`."""
@@ -429,35 +396,43 @@ class LayerLoader:
             )
         return StoredLinear(module=module, n=n, k=k, format=found)
 
-    def _mlp_parts(self, prefix: str, width: int) -> tuple[list[StoredLinear], list[StoredLinear]]:
+    def _mlp(
+        self,
+        fill: Fill,
+        modules: Sequence[str],
+        width: int,
+        sharing: Sequence[str],
+        experts: int | None = None,
+    ) -> tuple[LinearWeight, LinearWeight]:
+        """gate_up and down of one MLP, or stacks of several; `sharing` one input scale each."""
         hidden = self.config.hidden_size
-        gate_up = [
-            self._stored(f"{prefix}.{name}", width, hidden) for name in ("gate_proj", "up_proj")
-        ]
-        return gate_up, [self._stored(f"{prefix}.down_proj", hidden, width)]
+
+        def linear(names: tuple[str, ...], n: int, k: int) -> LinearWeight:
+            parts = [self._stored(f"{module}.{name}", n, k) for module in modules for name in names]
+            scaled = [f"{module}.{name}" for module in sharing for name in names]
+            return self._linear(fill, parts, scaled, experts)
+
+        gate_up = linear(("gate_proj", "up_proj"), width, hidden)
+        return gate_up, linear(("down_proj",), hidden, width)
 
     def _linear(
         self,
         fill: Fill,
-        groups: list[list[StoredLinear]],
-        *,
-        stacked: bool = False,
+        parts: Sequence[StoredLinear],
         sharing: Sequence[str] = (),
+        experts: int | None = None,
     ) -> LinearWeight:
-        """One weight from groups of parts: rows of a group side by side, groups stacked.
+        """One weight [N, K] from parts whose rows follow each other; with `experts`, [E, N, K].
 
-        `stacked` gives a leading axis, one entry a group; otherwise there is one group only.
-        `sharing` names the modules that share an input scale, where they are more than the parts.
+        `sharing` names the modules that share an input scale, if they are not just the parts.
         """
-        kind = _same_format([part for group in groups for part in group])
-        rows, k = sum(part.n for part in groups[0]), groups[0][0].k
-        lead = (len(groups), rows) if stacked else (rows,)
+        kind, k, rows = _same_format(parts), parts[0].k, [part.n for part in parts]
+        lead = (sum(rows),) if experts is None else (experts, sum(rows) // experts)
 
         def gather(suffix: str, width: int, dtype: torch.dtype) -> torch.Tensor:
             out = fill.buffer((*lead, width), dtype)
-            for place, group in zip(out if stacked else (out,), groups, strict=True):
-                for part, rows_out in zip(group, place.split([p.n for p in group]), strict=True):
-                    fill.read(f"{part.module}.{suffix}", rows_out)
+            for part, place in zip(parts, out.view(-1, width).split_with_sizes(rows), strict=True):
+                fill.read(f"{part.module}.{suffix}", place)
             return out
 
         if kind == "dense":
@@ -467,21 +442,16 @@ class LayerLoader:
                 codes=gather("weight", k, torch.float8_e4m3fn),
                 scale=gather("weight_scale", 1, torch.float32),
             )
+        scales = [
+            torch.full((part.n,), _scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
+            for part in parts
+        ]
         return Nvfp4Weight(
             codes=gather("weight", k // 2, torch.uint8),
             block_scale=gather("weight_scale", k // NVFP4_BLOCK, torch.float8_e4m3fn),
-            global_scale=self._global_scale(groups).reshape(*lead, 1),
-            input_scale=self._input_scale(sharing or [p.module for g in groups for p in g]),
+            global_scale=torch.cat(scales).reshape(*lead, 1),
+            input_scale=self._input_scale(sharing or [part.module for part in parts]),
         )
-
-    def _global_scale(self, groups: list[list[StoredLinear]]) -> torch.Tensor:
-        """`weight_scale_2` of each row's own part, FP32."""
-        values = [
-            torch.full((part.n,), _scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
-            for group in groups
-            for part in group
-        ]
-        return torch.cat(values)
 
     def _input_scale(self, modules: Sequence[str]) -> torch.Tensor | None:
         """The largest `input_scale` of `modules`, FP32 []; None if not one of them has any."""
