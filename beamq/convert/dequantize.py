@@ -2,17 +2,19 @@
 
 In: a quantized Beam folder in the layout beamq (and ModelOpt, compressed-tensors) writes. Out: a
 BF16 folder that transformers and the engines load. Each value is FP32(code * scales) rounded to
-BF16 once; what quantization lost stays lost. The same runner as for quantizing does the work, so
-it streams, resumes and leaves only whole files.
+BF16 once; what quantization lost stays lost. The loop is the same as for quantizing (`run`), so it
+streams, resumes and leaves only whole files.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -24,7 +26,7 @@ from beamq.convert.finalise import build_index, listed_shards
 from beamq.convert.input_scales import no_scales
 from beamq.convert.options import DequantizeOptions, RunKeywords
 from beamq.convert.resources import DEFAULT_MEMORY_BYTES, default_workers
-from beamq.convert.run import Conversion, Progress, RunOptions, open_run
+from beamq.convert.run import Conversion, Progress, open_run
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.eval.verify.checksums import SumReader
 from beamq.io.checkpoint import Checkpoint
@@ -40,16 +42,12 @@ from beamq.plan.plan import Draft, JobKind, Work, place
 from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
 from beamq.ranks import current_ranks
 
-# Hold a checkpoint's tensors against the checksums that its own `beamq.json` records.
-#
-# For whoever is about to build on those bytes: decoding a flipped bit would give it fresh, correct
-# checksums, and nobody could find it any more. A folder without a manifest has nothing to check.
-
 
 def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
-    """Read every tensor that the manifest has a checksum of; returns how many.
+    """Compare every tensor with its checksum in the folder's `beamq.json`; how many there are.
 
-    Raises `CheckpointError` naming those that differ or are recorded and gone.
+    Decoding a flipped bit would give it a fresh, correct checksum, and nobody could find it any
+    more. Raises `CheckpointError`, which names the tensors that differ or are missing.
     """
     manifest = Manifest.of(checkpoint.source)
     if manifest is None:
@@ -134,9 +132,6 @@ def dequantize(
             if local and not check_recorded_bytes(source, threads):
                 events.on_unchecked()
 
-        def finish(records: Mapping[str, ShardRecord]) -> Manifest:
-            return _finalise(work, source, output, records)
-
         Conversion(
             checkpoint=source,
             work=work,
@@ -144,15 +139,11 @@ def dequantize(
             factory=CpuWorkerFactory(source, DEFAULT_MEMORY_BYTES, threads),
             scales=no_scales("decoding needs no input scale"),
             ranks=ranks,
-            options=RunOptions(
-                workers=threads,
-                memory=DEFAULT_MEMORY_BYTES,
-                resume=options.resume,
-                overwrite=options.overwrite,
-                on_progress=events.on_progress,
-                cache_bytes=options.cache_bytes,
-            ),
-            finalise=finish,
+            options=options,
+            workers=threads,
+            memory=DEFAULT_MEMORY_BYTES,
+            on_progress=events.on_progress,
+            finalise=partial(_finalise, work, source, output),
         ).run()
     decoded = sum(job.kind is not JobKind.COPY for job in work.jobs)
     return DequantizeResult(
@@ -179,18 +170,17 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
         shards=shards,
         companions=_companions(source),
         remote_shards=source.source.missing_nbytes(),
-        total_parameters=sum(_numel(t.shape) for shard in shards for t in shard.tensors),
+        total_parameters=sum(math.prod(t.shape) for shard in shards for t in shard.tensors),
     )
 
 
 def _companions(source: Checkpoint) -> tuple[Companion, ...]:
     """Everything but the quantized folder's own card, which says what is no longer true."""
-    kept = []
-    for companion in companion_files(source.source):
-        target = restored_name(companion)
-        if target is not None:
-            kept.append(Companion(source=companion.source, target=target, nbytes=companion.nbytes))
-    return tuple(kept)
+    return tuple(
+        replace(companion, target=target)
+        for companion in companion_files(source.source)
+        if (target := restored_name(companion)) is not None
+    )
 
 
 def _drafts(source: Checkpoint, config: BeamConfig) -> Iterator[Draft]:
@@ -239,7 +229,7 @@ def _check_quantized(
     if spec.dtype == "U8":
         wanted = ((n, k // 2), "F8_E4M3", (n, k // NVFP4_BLOCK))
         scale_2 = source.spec(f"{role.module}.weight_scale_2")
-        if scale_2.dtype != "F32" or _numel(scale_2.shape) != 1:
+        if scale_2.dtype != "F32" or math.prod(scale_2.shape) != 1:
             raise TensorError(
                 f"{scale_2.name}: {scale_2.dtype} {list(scale_2.shape)}, expected F32 []"
             )
@@ -275,10 +265,3 @@ def _finalise(
     write_json(output / "config.json", config)
     others = [companion.target for companion in work.companions]
     return Manifest.write(output, content, listed_shards(work, records), others)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

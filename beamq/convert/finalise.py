@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from beamq.convert.input_scales import InputScaleProvider
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.journal import ShardRecord
 from beamq.io.manifest import ListedShard, Manifest
@@ -27,35 +28,34 @@ RECORDED_PACKAGES = ("torch", "safetensors", "transformers", "nvidia-modelopt", 
 
 def finalise(
     plan: Plan,
-    *,
     source: Checkpoint,
     output: Path,
+    scales: InputScaleProvider,
     records: Mapping[str, ShardRecord],
-    input_scales: Mapping[str, Any],
-    files: Mapping[str, str],
-    base_model: str | None = None,
+    *,
+    base_model: str | None,
 ) -> Manifest:
     """Write everything but the shards. Raises `DiskError`.
 
-    `files` are further texts to keep in the folder, by name; `base_model` is the id on the Hub to
-    name in the card, where the source does not tell.
+    `base_model` is the id on the Hub that the card names, where the source does not tell.
     """
+    known = scales.known
     origin = trace_origin(source, plan.source_fingerprint, base_model)
     block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
     for companion in plan.companions:
         copy_file(source.source.path(companion.source), output, companion.target)
-    for name, text in files.items():
+    for name, text in known.files.items():
         write_file(output / name, text.encode())
-    write_file(output / "README.md", model_card(plan, origin, input_scales).encode())
+    write_file(output / "README.md", model_card(plan, origin, known.record).encode())
     write_json(output / INDEX_NAME, build_index(plan))
     if plan.recipe.format == "nvfp4":
         write_json(output / "hf_quant_config.json", hf_quant_config(block))
     write_json(output / "config.json", output_config(source.config, block))
     return Manifest.write(
         output,
-        manifest_content(plan, records, input_scales, origin),
+        manifest_content(plan, records, known.record, origin),
         listed_shards(plan, records),
-        [*(companion.target for companion in plan.companions), *files],
+        [*(companion.target for companion in plan.companions), *known.files],
     )
 
 

@@ -1,9 +1,11 @@
-"""One worker's line to a GPU: a stream, page-locked memory, and the kernels that run on it.
+"""One worker's queue on a GPU: a stream, page-locked memory, and the kernels that run on it.
 
-`GpuQueue` is all that `GpuWorker` asks of a device. Everything is queued and nothing waits until a
-mark is waited for, which puts the thread to sleep (16 threads that spin would take the cores from
-those that read and write) and leaves the interpreter to others. `CudaQueue` is the GPU; tests run
-the same worker on one that computes on the CPU, as late as it may.
+`GpuQueue` is all that `GpuWorker` needs of a device; `CudaQueue` is that of a GPU. Tests run the
+same worker on a queue that computes on the CPU, as late as it may.
+
+The one idea: every call only queues, until a mark is waited for. Waiting puts the thread to sleep
+(16 threads that spin would take the cores from those that read and write) and releases the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -22,14 +24,6 @@ from numpy.typing import NDArray
 from beamq.errors import DeviceError, MemoryBudgetError
 from beamq.formats.kernels import RESULT_NBYTES
 
-# The few calls of CUDA's driver that a conversion makes for every piece of data.
-#
-# torch's own calls give up the interpreter and queue for it again, which where sixteen threads want
-# it costs tens of microseconds for a call that takes three (ADR 12): a GPU was fed at 9 GB/s.
-# Called through `PyDLL` they keep it; only waiting lets go. Streams and memory are torch's.
-#
-# Addresses are integers. Every call raises `DeviceError` for a code that is not success.
-
 _NOT_READY = 600
 _BLOCKING_NO_TIMING = 1 | 2  # a waiting thread sleeps
 _MEMORY_TYPE, _ON_HOST = 2, 1
@@ -38,7 +32,15 @@ _Address, _Stream, _Event = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p
 
 
 class CudaDriver:
-    """The driver library. Needs a current context in the calling thread."""
+    """The few calls of CUDA's driver that a conversion makes for every piece of data.
+
+    torch's own calls release the interpreter lock and take it again. Where sixteen threads want it,
+    that costs tens of microseconds for a call that takes three (ADR 12): a GPU was fed at 9 GB/s.
+    Called through `PyDLL` they keep it; only waiting releases it. Streams and memory are torch's.
+
+    Addresses are integers. Every call raises `DeviceError` for a code that is not success, and
+    needs a current context in the calling thread.
+    """
 
     def __init__(self) -> None:
         try:
@@ -88,12 +90,12 @@ class CudaDriver:
         self._destroy(event)
 
     def record(self, event: int, stream: int) -> None:
-        """Put an event behind all that is queued."""
+        """Put an event after all that is queued."""
         self._check(self._record(event, stream), "recording an event")
 
     def wait(self, event: int) -> None:
-        """Return when the stream has come to the event."""
-        code = self._query(event)
+        """Return when the stream has reached the event."""
+        code = self._query(event)  # the common case: no need to release the lock
         if code == _NOT_READY:
             code = self._wait(event)
         self._check(code, "waiting for the GPU")
@@ -108,9 +110,9 @@ class CudaDriver:
         if code:
             name = ctypes.c_char_p()
             self._name(code, ctypes.byref(name))
-            told = name.value.decode() if name.value else f"error {code}"
+            reason = name.value.decode() if name.value else f"error {code}"
             raise DeviceError(
-                f"{doing} failed: {told}; what is finished is kept: run again with --resume, on"
+                f"{doing} failed: {reason}; what is finished is kept: run again with --resume, on"
                 " another --device if it fails again"
             )
 
@@ -145,10 +147,10 @@ class Mark(Protocol):
     """A place in the queue."""
 
     def record(self) -> None:
-        """Here: behind all that was queued so far."""
+        """Here: after all that was queued so far."""
 
     def wait(self) -> None:
-        """Return when the queue has come so far."""
+        """Return when the queue has reached it."""
 
 
 class GpuQueue(Protocol):
@@ -183,8 +185,11 @@ class GpuQueue(Protocol):
 
 
 class FirstLaunches:
-    """Lets each kind of launch happen once alone: Triton compiles on the first, in every thread
-    that comes meanwhile."""
+    """Lets the first launch of each kind happen alone.
+
+    Triton compiles on the first launch. Without this, every thread that comes meanwhile would
+    compile the same kernel.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -224,7 +229,6 @@ class CudaQueue:
             yield
 
     def host(self, nbytes: int) -> Bytes:
-        """See `GpuQueue`."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         except RuntimeError as fault:
@@ -234,23 +238,18 @@ class CudaQueue:
             ) from fault
 
     def locked(self, address: int) -> bool:
-        """See `GpuQueue`."""
         return self._driver.on_host(address)
 
     def mark(self) -> Mark:
-        """See `GpuQueue`."""
         return _CudaMark(self._driver, self._stream)
 
     def upload(self, to: Memory, source: int) -> None:
-        """See `GpuQueue`."""
         self._driver.upload(to.address, source, to.nbytes, self._stream)
 
     def download(self, to: int, source: Memory) -> None:
-        """See `GpuQueue`."""
         self._driver.download(to, source.address, source.nbytes, self._stream)
 
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
-        """See `GpuQueue`."""
         addresses = [area.address for area in layout]
         self._driver.zero(layout.info.address, RESULT_NBYTES, self._stream)
         self._first.launch(
@@ -259,7 +258,6 @@ class CudaQueue:
         )
 
     def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
-        """See `GpuQueue`."""
         addresses = [area.address for area in layout]
         self._driver.zero(layout.info.address, RESULT_NBYTES, self._stream)
         self._first.launch(
@@ -267,7 +265,6 @@ class CudaQueue:
         )
 
     def drain(self) -> None:
-        """See `GpuQueue`."""
         self._torch_stream.synchronize()
 
 

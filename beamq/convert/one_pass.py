@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from beamq.beam.tensors import Role
-from beamq.calib.calibrate import CalibrationEvents
 from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.calib.input_scales import input_scales
 from beamq.calib.options import CalibrationOptions
@@ -41,8 +40,10 @@ from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
 from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider, from_statistics
 from beamq.convert.open_shards import JobResult, JobWriter, OpenShards, f32_bytes
+from beamq.convert.options import ConvertOptions
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.files import user_path
 from beamq.io.journal import CALIBRATION, STATE_DIR
 from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_writer import ShardWriter
@@ -57,7 +58,6 @@ class OnePass(InputScaleProvider):
     """Input scales that are found during the run.
 
     Made once options are checked: it loads the data and looks for the device.
-    `statistics` is a file to save the statistics in as well.
     """
 
     key = "calibration"
@@ -67,35 +67,36 @@ class OnePass(InputScaleProvider):
         checkpoint: Checkpoint,
         plan: Plan,
         output: Path,
-        options: CalibrationOptions,
+        options: ConvertOptions,
         ranks: Ranks,
         factory: WorkerFactory,
         *,
-        statistics: Path | None,
-        events: CalibrationEvents,
+        on_start: Callable[[CalibrationSetup], None],
+        on_layer: Callable[[LayerDone], None],
     ) -> None:
+        how = CalibrationOptions(device=options.device, **options.calibration_given())
         self._method = plan.recipe.expert_method
         if self._method is not None:
-            _check_exact(plan, options)
+            _check_exact(plan, how)
         self._setup = CalibrationSetup(
             checkpoint,
-            options,
+            how,
             ranks,
             rounds_experts=self._method is not None,
-            waiting_nbytes=_waiting_nbytes(plan, options.dtype),
+            waiting_nbytes=_waiting_nbytes(plan, how.dtype),
             taken_nbytes=factory.device_nbytes,
         )
-        digest = run_digest(self._setup.fingerprint, options.experts, [self._setup.data_record()])
+        digest = run_digest(self._setup.fingerprint, how.experts, [self._setup.data_record()])
         super().__init__(digest, known=None)
         self.state_nbytes = self._setup.state_nbytes
         self._plan = plan
         self._factory = factory
         self._output = output
         self._state_folder = output / STATE_DIR / CALIBRATION
-        self._statistics = statistics
-        self._on_layer = events.on_layer
+        self._statistics = None if options.statistics is None else user_path(options.statistics)
+        self._on_layer = on_layer
         if ranks.first:
-            events.on_start(self._setup)
+            on_start(self._setup)
 
     def check_resumed(self) -> None:
         """See `InputScaleProvider`."""

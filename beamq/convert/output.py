@@ -1,9 +1,11 @@
 """The output folder before and after a run: may we write here, is there room, what is stale.
 
-Refused: an output inside (or equal to, or around) the source, one that another process writes to,
-a non-empty folder without `--overwrite` or `--resume`, one that `--overwrite` would empty though it
-is no checkpoint, or that `--resume` would tidy up though no run of ours began there, a disk too
-small for what the plan will write. A run that is refused leaves no trace.
+In: the folder and the user's options. Out: a `Claim` (the folder made and locked), or an error.
+
+Refused are: an output that is, contains or lies in the source; a folder that another process writes
+to; one that is not empty without `--overwrite` or `--resume`; one that `--overwrite` would empty
+though it is no checkpoint; one that `--resume` would tidy up though no run of ours began there; a
+disk too small for what the plan will write. A run that is refused leaves no trace.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
 from beamq.plan.plan import Work
 from beamq.units import show_bytes
 
-BESIDE_NBYTES = 65_536  # configs, card
-BESIDE_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and journal
+OTHER_FILES_NBYTES = 65_536  # configs, card
+OTHER_FILES_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and journal
 
 
 def check_places(source: str | Path, output: Path) -> None:
@@ -40,9 +42,9 @@ def check_places(source: str | Path, output: Path) -> None:
 
 
 def check(output: Path, *, resume: bool, overwrite: bool) -> None:
-    """Look at the folder, if there is one, whether a run may begin or go on there.
+    """Check whether a run may begin or go on in the folder, if it exists.
 
-    Creates and changes nothing, so it can be asked before anything else is done. Raises
+    Creates and changes nothing, so this can come before anything else. Raises
     `UsageError` (both options), `OutputBusyError`, `ResumeError` (in use, nothing to resume).
     """
     if resume and overwrite:
@@ -95,7 +97,7 @@ class Claim:
             with disk_errors(output, "creating the folder", resumable=False):
                 make_folder(output)
             self._lock = OutputLock(output)
-            # Another run may have come and gone between the look and the lock.
+            # Another run may have come and gone between the check and the lock.
             _check_content(output, resume=resume, overwrite=overwrite)
         except BaseException:
             self.release()
@@ -111,10 +113,10 @@ class Claim:
 
 
 def clear(output: Path) -> None:
-    """Remove what an earlier checkpoint left: first what makes it loadable, then its weights.
+    """Remove an earlier checkpoint: first what makes it loadable, then its weights.
 
-    An empty state folder comes first: whenever this is cut short, `--resume` and `--overwrite`
-    both know the folder for ours.
+    An empty state folder is made before that, by which `--resume` and `--overwrite` know the folder
+    is ours if this is cut short.
     """
     with disk_errors(output, "removing the old checkpoint"):
         state = output / STATE_DIR
@@ -148,15 +150,15 @@ def remove_stale(output: Path, plan: Work) -> None:
 
 
 def fetched_nbytes(plan: Work, cache_bytes: int) -> int:
-    """Disk that shards of a remote source take at most, beside the output."""
+    """Disk that shards of a remote source take at most, besides the output."""
     return min(cache_bytes, sum(plan.remote_shards.values()))
 
 
 def disk_nbytes(plan: Work, cache_bytes: int) -> int:
-    """Disk that a whole run takes at most: the output, all beside it, and fetched shards."""
+    """Disk that a whole run takes at most: weights, all other files, and fetched shards."""
     tensors = sum(len(shard.tensors) for shard in plan.shards)
-    beside = BESIDE_NBYTES + BESIDE_NBYTES_PER_TENSOR * tensors
-    return plan.output_nbytes + beside + fetched_nbytes(plan, cache_bytes)
+    others = OTHER_FILES_NBYTES + OTHER_FILES_NBYTES_PER_TENSOR * tensors
+    return plan.output_nbytes + others + fetched_nbytes(plan, cache_bytes)
 
 
 def finished_nbytes(output: Path, plan: Work) -> int:
@@ -187,11 +189,9 @@ def check_space(
 ) -> None:
     """Raise `DiskError` if what is left of the plan and the fetched shards do not fit the disk.
 
-    `finished` are bytes of the output that are there already, `state_nbytes` what a calibration on
-    the way keeps meanwhile.
-
-    What a run removes or writes over counts as free: temporary files, fetched shards, and with
-    `replaced` all weights that are there. Changes nothing.
+    `finished` are bytes of the output that are there already, `state_nbytes` what a calibration
+    keeps during the run. What a run removes or overwrites counts as free: temporary files, fetched
+    shards, and with `replaced` all weights that are there. Changes nothing.
     """
     patterns = [f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*", f"{STATE_DIR}/{CALIBRATION}/*"]
     if replaced:

@@ -35,7 +35,6 @@ from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
-from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.shard_writer import publish
 from beamq.plan.plan import Job, JobKind, Work
 from beamq.ranks import Ranks, share
@@ -53,19 +52,6 @@ class Progress:
 
     done_nbytes: int
     total_nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How to run. `memory` bounds the buffers of scale groups, `cache_bytes` the shards of a remote
-    source that are on disk at a time, both in bytes."""
-
-    workers: int
-    memory: int
-    resume: bool
-    overwrite: bool
-    on_progress: Callable[[Progress], None] | None
-    cache_bytes: int = DEFAULT_CACHE_BYTES
 
 
 W = TypeVar("W", bound=Work)
@@ -100,7 +86,10 @@ def open_run(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One checkpoint turned into another: `run` does all of it."""
+    """One checkpoint turned into another: `run` does all of it.
+
+    `workers` is how many threads to use at most, `memory` bounds the buffers of scale groups.
+    """
 
     checkpoint: Checkpoint
     work: Work
@@ -108,7 +97,10 @@ class Conversion:
     factory: WorkerFactory
     scales: InputScaleProvider
     ranks: Ranks
-    options: RunOptions
+    options: ConvertOptions | DequantizeOptions
+    workers: int
+    memory: int
+    on_progress: Callable[[Progress], None] | None
     finalise: Callable[[Mapping[str, ShardRecord]], Manifest]
 
     def run(self) -> tuple[Manifest | None, int]:
@@ -122,7 +114,7 @@ class Conversion:
         options, first = self.options, self.ranks.first
         try:
             with self.ranks.meeting():
-                check_address_space(self.work, options.workers, options.memory)
+                check_address_space(self.work, self.workers, self.memory)
                 if first:
                     check_small_tensors(self.checkpoint, self.work)
                     claim = output_folder.Claim(
@@ -158,7 +150,7 @@ class Conversion:
         """Convert this rank's jobs. The first failure in any thread is raised."""
         jobs = self._remaining_jobs(journal)
         stop = threading.Event()
-        meter = _Meter(self.options.on_progress, sum(job.source_nbytes for job in jobs))
+        meter = _Meter(self.on_progress, sum(job.source_nbytes for job in jobs))
         context = JobContext(
             scale_rule=self.work.scales,
             input_scale=self.scales.of,
@@ -184,7 +176,7 @@ class Conversion:
 
         `shards` finalises a shard when its last job is added.
         """
-        count = min(self.factory.count(self.options.workers), len(jobs))
+        count = min(self.factory.count(self.workers), len(jobs))
         queues = queue_count(count, remote=bool(self.work.remote_shards))
         scheduler = Scheduler(jobs, workers=count, queues=queues)
 
