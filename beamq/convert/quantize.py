@@ -29,11 +29,12 @@ from beamq.convert.resources import (
 )
 from beamq.convert.run import Conversion, Progress, open_run
 from beamq.devices import check_device_name
+from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.plan import Plan, make_plan
 from beamq.plan.recipe import Recipe, load_recipe
-from beamq.ranks import current_ranks
+from beamq.ranks import Ranks, current_ranks
 from beamq.report.model_card import check_base_model
 
 if TYPE_CHECKING:
