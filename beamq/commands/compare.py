@@ -230,7 +230,7 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
             yield ""
 
 
-# What `beamq sensitivity` says: what each part costs alone, and what leaving some precise buys.
+# What `beamq sensitivity` says: what each part costs alone, and what sparing some saves.
 
 SHOWN_PARTS = 12
 
@@ -246,7 +246,7 @@ def sensitivity_blocks(
     """The same as text."""
 
     from beamq.report.console import Command
-    from beamq.report.files import NOTE, choice_line, curve_table, headline, parts_table, text_line
+    from beamq.report.files import choice_line, curve_table, headline, parts_table, text_line
 
     blocks: list[Block] = [headline(found), text_line(found)]
     blocks += [f"Note: {note}." for note in found.data["notes"]]
@@ -254,7 +254,7 @@ def sensitivity_blocks(
     hidden = len(found.parts) - SHOWN_PARTS
     if hidden > 0 and not verbose:
         blocks.append(f"and {hidden} more; -v shows all")
-    blocks += [NOTE, "", curve_table(found), ""]
+    blocks += ["", curve_table(found), ""]
     if choice is not None:
         blocks.append(choice_line(choice))
     if recipe is not None:

@@ -1,13 +1,12 @@
-"""Pictures of a comparison, as SVG that takes its colours from the page it is put into.
+"""Pictures of a comparison or a sensitivity, as SVG in the colours of the page that they stand in.
 
-In: a `Comparison`. Out: `Chart`s: a title, one sentence of explanation, and SVG markup.
+In: a `Comparison` or a `Sensitivity`. Out: `Chart`s: a title, one sentence of explanation, and SVG.
 
-The one idea: matplotlib draws with stand-in colours (#010101 for ink, and so on), and these are
-then replaced by CSS variables, so that one drawing serves a light page and a dark one. Text stays
-text in the page's own font. Lines differ by marker as well as by colour. Figures are small (400
-pixels wide at most of their size), so that they can be read on a phone without zooming.
-
-matplotlib is imported late: a second, only where a report is written.
+The one idea: matplotlib draws with stand-in colours (#010101 for ink, and so on), which are then
+replaced by CSS variables, so that one drawing fits a light page and a dark one. Text stays text in
+the page's own font. Lines differ by marker as well as by colour. Figures are about 400 pixels wide
+and can be read on a phone without zooming. matplotlib takes a second to import, so it is imported
+where a report is written.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from beamq.eval.compare.records import Candidate, Comparison
+from beamq.eval.compare.sensitivity import NAMES, Sensitivity
 from beamq.units import show_bytes
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A drawing. `svg` is markup for an HTML page, with ids of its own."""
+    """A drawing with its caption. `svg` is markup for an HTML page; its ids begin with `key`."""
 
     key: str
     title: str
@@ -66,47 +66,67 @@ class Chart:
     svg: str
 
 
-def charts(comparison: Comparison) -> list[Chart]:
-    """All of them; those without anything to show are left out."""
+def of_comparison(comparison: Comparison) -> list[Chart]:
+    """All charts of a comparison that have anything to show."""
     candidates = comparison.candidates
     drawn = [
-        Chart(
-            key="hidden",
-            title="Hidden state error after each layer",
-            text="Error of the hidden states over their size, all tokens together. A step up is"
-            " a layer that hurts.",
-            svg=drawing("hidden", lambda axes: _hidden(axes, candidates)),
-        )
-    ]
-    if any(layer.expert_overlap is not None for layer in candidates[0].layers):
-        drawn.append(
-            Chart(
-                key="router",
-                title="Router agreement by layer",
-                text="Of the experts that the source's router chooses for a token, how many the"
-                " candidate's chooses too.",
-                svg=drawing("router", lambda axes: _router(axes, candidates)),
-            )
-        )
-    drawn += [
-        Chart(
-            key="kld",
-            title="KL divergence of single tokens",
-            text="Share of tokens by KL divergence from the source, nats on a log scale.",
-            svg=drawing("kld", lambda axes: _histogram(axes, candidates)),
+        _chart(
+            "hidden",
+            "Hidden state error after each layer",
+            "Error of the hidden states relative to their size, over all tokens. A step up is a"
+            " layer that hurts.",
+            lambda axes: _hidden(axes, candidates),
         ),
-        Chart(
-            key="memory",
-            title="Bytes on disk",
-            text="Every file of each folder.",
-            svg=drawing("memory", lambda axes: _bars(axes, comparison), len(candidates) + 1),
+        _chart(
+            "router",
+            "Router agreement by layer",
+            "Share of the experts that the source's router chooses for a token which the"
+            " candidate's router chooses too.",
+            lambda axes: _router(axes, candidates),
+        ),
+        _chart(
+            "kld",
+            "KL divergence of single tokens",
+            "Share of tokens by KL divergence from the source, in nats on a log scale.",
+            lambda axes: _histogram(axes, candidates),
+        ),
+        _chart(
+            "memory",
+            "Bytes on disk",
+            "Every file of each folder.",
+            lambda axes: _bars(axes, comparison),
+            bars=len(candidates) + 1,
         ),
     ]
+    if all(layer.expert_overlap is None for layer in candidates[0].layers):
+        del drawn[1]
     return drawn
 
 
+def of_sensitivity(found: Sensitivity) -> list[Chart]:
+    """What each part costs, and what bytes buy."""
+    return [
+        _chart(
+            "parts",
+            "What each part costs alone",
+            "Mean KLD from the source with one part quantized, by layer.",
+            lambda axes: _by_layer(axes, found),
+        ),
+        _chart(
+            "curve",
+            "What bytes buy",
+            "Predicted mean KLD against bits a weight, keeping part after part in high precision.",
+            lambda axes: _curve(axes, found),
+        ),
+    ]
+
+
+def _chart(key: str, title: str, text: str, draw: Callable[[Axes], None], bars: int = 0) -> Chart:
+    return Chart(key=key, title=title, text=text, svg=drawing(key, draw, bars))
+
+
 def drawing(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
-    """What `draw` makes of empty axes, as markup; `bars` makes it as high as so many need."""
+    """SVG of what `draw` draws, high enough for that many bars."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -121,7 +141,7 @@ def drawing(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
 
 
 def _for_page(svg: str, key: str) -> str:
-    """Markup to put into a page: no prologue, scalable, own ids, the page's colours and font."""
+    """SVG without its prologue and size, with unique ids and the page's colours and font."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
@@ -133,18 +153,18 @@ def _for_page(svg: str, key: str) -> str:
     return re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL).replace("&#8722;", "-")
 
 
-def color(place: int) -> str:
+def _color(place: int) -> str:
     """The stand-in colour of a series."""
     return f"#03030{place % SERIES}"
 
 
-def lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
-    """Named series over layers, with a legend."""
+def _lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
+    """Draw named series over layers, with a legend."""
     for place, (name, layers, values) in enumerate(series):
         axes.plot(
             layers,
             values,
-            color=color(place),
+            color=_color(place),
             marker=_MARKERS[place % len(_MARKERS)],
             markersize=3.5,
             linewidth=1.4,
@@ -162,7 +182,7 @@ def _whole_numbers(axes: Axes) -> None:
 
 
 def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
-    lines(
+    _lines(
         axes,
         [
             (
@@ -184,7 +204,7 @@ def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
         points = [(layer, 100 * overlap.value) for layer, overlap in found if overlap is not None]
         layers, values = (list(each) for each in zip(*points, strict=True))
         series.append((candidate.model.name, layers, values))
-    lines(axes, series)
+    _lines(axes, series)
     axes.set_ylabel("experts in common, %")
     axes.set_ylim(top=100.2)
 
@@ -198,8 +218,8 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
         name = _short(candidate.model.name)
         if found.below:
             name += f" ({found.below / candidate.divergence.tokens:.0%} less)"
-        axes.stairs(shares, edges, color=color(place), linewidth=1.4, label=name)
-        axes.stairs(shares, edges, color=color(place), alpha=0.15, fill=True)
+        axes.stairs(shares, edges, color=_color(place), linewidth=1.4, label=name)
+        axes.stairs(shares, edges, color=_color(place), alpha=0.15, fill=True)
         seen = [n for n, count in enumerate(found.counts) if count]
         if seen:
             low, high = min(low, edges[seen[0]]), max(high, edges[seen[-1] + 1])
@@ -215,7 +235,7 @@ def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
 def _bars(axes: Axes, comparison: Comparison) -> None:
     models = [comparison.source, *(each.model for each in comparison.candidates)]
     sizes = [model.memory.disk_bytes for model in models]
-    colors = [_GRID, *(color(place) for place in range(len(models) - 1))]
+    colors = [_GRID, *(_color(place) for place in range(len(models) - 1))]
     places, gap = range(len(models)), 0.01 * max(sizes)
     axes.barh(places, sizes, color=colors, height=0.62)
     for place, size in zip(places, sizes, strict=True):
@@ -230,5 +250,32 @@ def _bars(axes: Axes, comparison: Comparison) -> None:
 
 
 def _short(name: str) -> str:
-    """A name that fits a legend, which leaves out what begins with `_`."""
+    """A name that fits a legend; matplotlib leaves out names that begin with `_`."""
     return (name if len(name) <= 24 else f"{name[:23]}…").lstrip("_") or "?"
+
+
+def _by_layer(axes: Axes, found: Sensitivity) -> None:
+    series = []
+    for role, name in NAMES.items():
+        own = [part for part in found.parts if part.part is role]
+        if own:
+            layers, values = [part.layer for part in own], [part.mean_kld.value for part in own]
+            series.append((name, layers, values))
+    _lines(axes, series)
+    axes.set_ylabel("KLD, nats")
+    axes.set_ylim(bottom=0)
+
+
+def _curve(axes: Axes, found: Sensitivity) -> None:
+    curve = found.curve()
+    axes.plot(
+        [choice.bits_per_weight for choice in curve],
+        [choice.predicted_kld for choice in curve],
+        color=_color(0),
+        marker="o",
+        markersize=3.5,
+        linewidth=1.4,
+    )
+    axes.set_xlabel("bits a weight")
+    axes.set_ylabel("predicted KLD, nats")
+    axes.set_ylim(bottom=0)

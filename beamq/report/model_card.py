@@ -1,12 +1,15 @@
-"""The model card (`README.md` of an output): Hub metadata and facts, each taken from the run.
+"""The model card (`README.md` of an output): Hub metadata, and facts that the run itself knows.
 
 In: the plan, the origin of the source, the record of the input scales. Out: Markdown with YAML
-front matter. No figure or claim is typed by hand: formats, shares and sizes come from the plan's
-jobs, calibration from the manifest's own record, commands from `card.serving`. Paths of this
-machine never appear.
+front matter. No figure is typed by hand: formats, shares and sizes come from the plan, calibration
+from the manifest's record, commands from the table `ENGINES`, and numbers of GPUs are computed by
+`plan.serving`.
 
-The section between two markers is for the comparison with the source, which is measured later and
-put there by `card_with_comparison`.
+A card never holds a path of this machine. A base model is named only if it is an id on the Hub: one
+given by the user, the SOURCE itself, or the config's `_name_or_path` if that cannot be a folder.
+
+The section between two markers holds the comparison with the source. It is measured later and
+written by `card_with_comparison`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.beam.tensors import Role
-from beamq.errors import CheckpointError, UsageError
+from beamq.errors import CheckpointError, UsageError, counted
 from beamq.io.checkpoint import HUB_STAMP, Checkpoint
 from beamq.io.files import parse_yaml, read_small
 from beamq.io.hub import parse_hub_id
@@ -29,19 +32,12 @@ from beamq.report.tables import FORMAT_NAMES, Table, inline, markdown, role_sums
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
-# A card's front matter: what the Hub and its search read (base model, licence, library, tags).
-#
-# In: where the source came from, its config and its own card. Out: a mapping that is valid Hub
-# metadata, and `Origin`, what the card's text may say of the source. Never a path of this machine:
-# a base model is named only if it is an id on the Hub, given by the user, the SOURCE itself, or the
-# config's `_name_or_path` where that cannot be taken for a folder.
-
 MAX_CARD_BYTES = 1 << 20
 LAYOUT_TAGS = {"nvfp4": "modelopt", "fp8": "compressed-tensors"}
 # transformers has no loader for ModelOpt's NVFP4, so its snippet on the Hub would not work.
 LIBRARIES = {"nvfp4": "vllm", "fp8": "transformers"}
 ENGINE_TAGS = ("vllm", "sglang")
-# First parts of a relative path that is spelled like a Hub id.
+# A relative path that looks like a Hub id often begins with one of these.
 _FOLDERS = {
     "checkpoint", "checkpoints", "ckpt", "ckpts", "data", "exp", "experiments", "home", "local",
     "logs", "mnt", "model", "models", "out", "output", "outputs", "results", "root", "run", "runs",
@@ -75,7 +71,7 @@ def check_base_model(text: str | None) -> None:
 
 
 def trace_origin(source: Checkpoint, fingerprint: str, base_model: str | None = None) -> Origin:
-    """Look at the source's fingerprint, config and card."""
+    """The origin, from the source's fingerprint, config and card."""
     repo = commit = None
     if fingerprint.startswith(HUB_STAMP):
         repo, _, commit = fingerprint.removeprefix(HUB_STAMP).partition("@")
@@ -114,7 +110,7 @@ def front_matter(card: Path) -> dict[str, Any]:
 def hub_metadata(
     plan: Plan, origin: Origin, input_scales: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Front matter as the Hub defines it; licence and language inherited from the source's card."""
+    """Front matter as the Hub defines it; licence and language are those of the source's card."""
     fmt = plan.recipe.format
     data: dict[str, Any] = {}
     if origin.base_model is not None:
@@ -134,7 +130,7 @@ def hub_metadata(
 
 
 def is_servable(plan: Plan) -> bool:
-    """Whether the folder has no tensors besides Beam's, at which the engines would stop."""
+    """Whether all tensors belong to Beam; the engines stop at others."""
     return not plan.parameters[Role.EXTRA.value]
 
 
@@ -156,8 +152,8 @@ def _licence(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
     if _word(name := front.get("license_name")):
         found["license_name"] = name
     link = front.get("license_link")
-    beside = {companion.target for companion in plan.companions}
-    if isinstance(link, str) and (_LINK.fullmatch(link) or link in beside):
+    files = {companion.target for companion in plan.companions}
+    if isinstance(link, str) and (_LINK.fullmatch(link) or link in files):
         found["license_link"] = link
     return found
 
@@ -167,7 +163,7 @@ def _word(value: Any) -> bool:
 
 
 def _words(value: Any) -> str | list[str] | None:
-    """A word or a list of words, as the Hub takes for licence and language."""
+    """A word or a list of words, which the Hub accepts for licence and language."""
     if _word(value):
         return str(value)
     if isinstance(value, list) and value and all(_word(item) for item in value):
@@ -175,11 +171,7 @@ def _words(value: Any) -> str | list[str] | None:
     return None
 
 
-# A card's section on serving: command lines, and the GPUs they are for.
-#
-# In: a plan. Out: Markdown. What the engines demand of each format is the table `ENGINES`; it was
-# read out of the versions named there and is marked as such. How many GPUs hold the model is
-# arithmetic on config.json (`beamq.plan.serving`). Nothing here was measured.
+# --- serving ------------------------------------------------------------------------------------
 
 DEFAULT_CONTEXT = 131_072
 COUNTS = (1, 2, 4, 8)
@@ -188,7 +180,7 @@ READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEngine:
-    """How an engine takes a format. `gpus` are names in `machines.GPUS`; `notes` are its limits."""
+    """How to serve a format with an engine, on which `gpus` (names in `GPUS`), with its limits."""
 
     name: str
     command: str
@@ -198,50 +190,46 @@ class ServingEngine:
 
 _BLACKWELL = ("b200", "b300")
 _FP8_GPUS = ("h100", "h200", "b200", "b300")
+_VLLM = "vllm serve $MODEL --tensor-parallel-size {count}"
+_SGLANG = "python -m sglang.launch_server --model-path $MODEL --tp {count}"
 ENGINES: dict[str, tuple[ServingEngine, ...]] = {
     "nvfp4": (
         ServingEngine(
             name="vLLM",
-            command="vllm serve $MODEL --tensor-parallel-size {count}",
+            command=_VLLM,
             gpus=_BLACKWELL,
             notes=(
-                "its NVFP4 expert kernels are for Blackwell data-centre GPUs; on others it chooses"
-                " among further kernels, which was not tried",
+                "its NVFP4 expert kernels are written for Blackwell data-centre GPUs; on other GPUs"
+                " it chooses other kernels, which were not tried",
             ),
         ),
         ServingEngine(
             name="SGLang",
-            command="python -m sglang.launch_server --model-path $MODEL --tp {count}"
-            " --moe-runner-backend flashinfer_trtllm",
+            command=f"{_SGLANG} --moe-runner-backend flashinfer_trtllm",
             gpus=_BLACKWELL,
             notes=(
-                "needs Blackwell: for an NVFP4 Beam it accepts the flashinfer_trtllm runner only,"
-                " and refuses that on H100 and H200",
+                "needs Blackwell: for an NVFP4 Beam it accepts only the flashinfer_trtllm runner,"
+                " which it refuses on H100 and H200",
             ),
         ),
     ),
     "fp8": (
-        ServingEngine(
-            name="vLLM",
-            command="vllm serve $MODEL --tensor-parallel-size {count}",
-            gpus=_FP8_GPUS,
-            notes=(),
-        ),
+        ServingEngine(name="vLLM", command=_VLLM, gpus=_FP8_GPUS, notes=()),
         ServingEngine(
             name="SGLang",
-            command="python -m sglang.launch_server --model-path $MODEL --tp {count}",
+            command=_SGLANG,
             gpus=_FP8_GPUS,
             notes=("for an FP8 Beam its expert runner must be auto (as here) or triton",),
         ),
     ),
 }
 _TRANSFORMERS = {
-    "nvfp4": "transformers has no loader for this layout.",
+    "nvfp4": "transformers cannot load this layout.",
     "fp8": "transformers loads it too, but decodes the experts to BF16 in memory.",
 }
 _KV_FP8 = (
-    "The configs declare an FP8 KV cache: vLLM's `--kv-cache-dtype auto` takes it, SGLang's Beam"
-    " ignores it."
+    "The configs declare an FP8 KV cache: vLLM uses it (`--kv-cache-dtype auto`), SGLang ignores it"
+    " for Beam."
 )
 
 
@@ -249,11 +237,17 @@ def serving_section(plan: Plan) -> str:
     """The section, heading included."""
     if not is_servable(plan):
         return (
-            "## Serving\n\nThe source holds tensors that are not Beam's, and they were kept. vLLM"
-            " and SGLang stop at names they do not know, so this folder is not served as it is.\n"
+            "## Serving\n\nThe source has tensors that do not belong to Beam, and this checkpoint"
+            " keeps them. vLLM and SGLang stop at names they do not know, so they cannot serve it"
+            " as it is.\n"
         )
     fmt = plan.recipe.format
-    lines = ["## Serving", "", "`MODEL` is this repository's id, or a folder with its files.", ""]
+    lines = [
+        "## Serving",
+        "",
+        "`MODEL` is the id of this repository, or a folder with its files.",
+        "",
+    ]
     for engine in ENGINES[fmt]:
         lines += [f"**{engine.name}**", "", "```", *_commands(plan, engine), "```", ""]
         lines += [f"{note[0].upper()}{note[1:]}." for note in engine.notes]
@@ -263,9 +257,9 @@ def serving_section(plan: Plan) -> str:
         lines += [_KV_FP8]
     lines += [
         "",
-        f"What the engines demand was read in {READ_VERSIONS}; these commands were not run on the"
-        f" GPUs named. GPU counts are computed from config.json for {_context(plan):,} tokens of"
-        " context.",
+        f"The engines' requirements were read in the code of {READ_VERSIONS}; these commands were"
+        " not run on the GPUs named. The numbers of GPUs are computed from config.json, for"
+        f" {_context(plan):,} tokens of context.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -275,7 +269,7 @@ def _context(plan: Plan) -> int:
 
 
 def _commands(plan: Plan, engine: ServingEngine) -> list[str]:
-    """One line for each number of GPUs, with the GPUs of which that many are needed."""
+    """A command for each number of GPUs, under the kinds of GPU that need so many."""
     wanted: dict[int, list[str]] = {}
     for gpu in GPUS:
         if gpu.name in engine.gpus and (count := smallest_tensor_parallel(plan, gpu.name)):
@@ -289,7 +283,7 @@ def _commands(plan: Plan, engine: ServingEngine) -> list[str]:
 
 
 def smallest_tensor_parallel(plan: Plan, name: str) -> int | None:
-    """The fewest GPUs of a kind that hold the model and one context, tensor parallel."""
+    """The fewest GPUs of a kind that hold the model and one context with tensor parallelism."""
     weights = model_weights(plan.config, plan.recipe.format, plan.units)
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
     itemsize = KV_ITEMSIZE["fp8" if plan.recipe.kv_cache == "fp8" else "bf16"]
@@ -299,6 +293,8 @@ def smallest_tensor_parallel(plan: Plan, name: str) -> int | None:
             return count
     return None
 
+
+# --- the card ------------------------------------------------------------------------------------
 
 PART_NAMES = {
     Role.EMBEDDING: "embeddings",
@@ -310,23 +306,26 @@ PART_NAMES = {
     Role.ROUTER: "routers",
     Role.ROUTER_BIAS: "router biases",
     Role.HEAD: "head",
-    Role.EXTRA: "tensors that are not Beam's",
+    Role.EXTRA: "tensors that do not belong to Beam",
 }
 _FORMAT_TEXTS = {
-    "nvfp4": "NVFP4 weights and activations (4-bit values, an FP8 scale for every 16, ModelOpt's"
-    " layout)",
-    "fp8": "FP8 weights (E4M3, one FP32 scale a row) and activations (scaled per token when"
-    " served), compressed-tensors' layout",
+    "nvfp4": "NVFP4 weights and activations (4-bit values, one FP8 scale for every 16 of them) in"
+    " ModelOpt's layout",
+    "fp8": "FP8 weights (E4M3, one FP32 scale a row) and activations (scaled per token by the"
+    " engine) in compressed-tensors' layout",
 }
 _SCALES_TEXTS = {
     "max": "from the largest value of each block (`max`)",
-    "sweep": "for each block the stored scale near that of its largest value which gives the least"
-    " squared error (`sweep`)",
+    "sweep": "chosen for each block, near the scale of its largest value, for the least squared"
+    " error (`sweep`)",
 }
 _METHOD_TEXTS = {
     None: [],
-    "gptq": ["", "Experts: rounded by GPTQ with the activations of the calibration text."],
-    "second-moment": ["", "Experts: errors weighed by the second moments of calibrated inputs."],
+    "gptq": ["", "Experts: rounded by GPTQ on the activations of the calibration text."],
+    "second-moment": [
+        "",
+        "Experts: errors weighted by the second moments of the calibrated inputs.",
+    ],
 }
 COMPARISON_BEGIN = "<!-- beamq: comparison -->"
 COMPARISON_END = "<!-- beamq: end of comparison -->"
@@ -354,11 +353,8 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
 
 
 def card_with_comparison(folder: Path, table: str) -> None:
-    """Put a comparison's Markdown into the card of a folder, in place of an earlier one.
-
-    A card without the place for it (somebody's own) gets it at its end. Raises `CheckpointError`
-    if there is no card.
-    """
+    """Write a comparison into the card of a folder, in place of an earlier one; at the end of a
+    card without the markers. Raises `CheckpointError` if there is no card."""
     path = folder / "README.md"
     try:
         text = path.read_text(encoding="utf-8")
@@ -383,10 +379,10 @@ def _comparison_section(content: str) -> str:
 def _introduction(plan: Plan, origin: Origin) -> str:
     name = FORMAT_NAMES[plan.recipe.format]
     if origin.base_model is None:
-        return f"# Beam in {name}\n\nA Beam in {_FORMAT_TEXTS[plan.recipe.format]}.\n"
+        return f"# Beam in {name}\n\nA Beam with {_FORMAT_TEXTS[plan.recipe.format]}.\n"
     base = origin.base_model
     return (
-        f"# {base.partition('/')[2]} in {name}\n\n[{base}](https://huggingface.co/{base}) in"
+        f"# {base.partition('/')[2]} in {name}\n\n[{base}](https://huggingface.co/{base}) with"
         f" {_FORMAT_TEXTS[plan.recipe.format]}.\n"
     )
 
@@ -415,8 +411,9 @@ def _parts_section(plan: Plan) -> str:
         lines += _METHOD_TEXTS[plan.recipe.expert_method]
     spared = sorted({unit for exclusion in plan.exclusions for unit in exclusion.units})
     for role in dict.fromkeys(role for _, role in spared):
-        layers = ", ".join(str(layer) for layer, other in spared if other is role)
-        lines += ["", f"Left precise on request: {PART_NAMES[role]} of layers {layers}."]
+        layers = [str(layer) for layer, other in spared if other is role]
+        where = f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}"
+        lines += ["", f"Kept in high precision on request: {PART_NAMES[role]} of {where}."]
     return "\n".join(lines) + "\n"
 
 
@@ -438,8 +435,8 @@ def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:
     for data in record.get("data") or ():
         lines += [
             "",
-            f"{data.get('samples')} rows of {data.get('sequence_length')} tokens, seed"
-            f" {data.get('seed')}, activations in {data.get('activations', 'unknown')}.",
+            f"{counted(data.get('samples', 0), 'row')} of {data.get('sequence_length')} tokens,"
+            f" seed {data.get('seed')}, activations in {data.get('activations', 'unknown')}.",
         ]
     if rows:
         head = ("data", "kind", "documents", "tokens", "digest")
@@ -452,27 +449,29 @@ def _coverage_lines(record: Mapping[str, Any]) -> list[str]:
     reached = record.get("coverage")
     if not isinstance(reached, Mapping):
         return []
-    lines = [
-        "",
-        f"{reached.get('calibrated', 0):,} of {reached.get('experts', 0):,} experts saw tokens"
-        f" ({reached.get('percent', 0.0):.1f}%); the others have the scale of their layer.",
-    ]
+    calibrated, experts = reached.get("calibrated", 0), reached.get("experts", 0)
+    lines = ["", f"All {experts:,} experts received tokens."]
+    if calibrated < experts:
+        lines[1] = (
+            f"{calibrated:,} of {experts:,} experts received tokens"
+            f" ({reached.get('percent', 0.0):.1f}%); the others use the input scale of their layer."
+        )
     layers = reached.get("layers") or ()
     if layers:
         least = min(layers, key=lambda layer: layer["tokens_min"])
         lines += [
-            f"Least used: an expert of layer {least['layer']} with {least['tokens_min']:,} tokens"
-            f" (median there {least['tokens_median']:,.0f})."
+            f"The least used expert is in layer {least['layer']}: {least['tokens_min']:,} tokens,"
+            f" where the layer's median is {least['tokens_median']:,.0f}."
         ]
     if dropped := record.get("dropped_tokens"):
-        lines += [f"{dropped:,} tokens were left out because activations were not finite."]
+        lines += [f"{dropped:,} tokens were left out because their activations were not finite."]
     return lines
 
 
 def _size_section(plan: Plan) -> str:
     rows = [
         ("source", show_bytes(plan.source_nbytes), _bits(plan, plan.source_nbytes)),
-        ("this", show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}"),
+        ("this checkpoint", show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}"),
     ]
     return f"## Size\n\n{markdown(Table(head=('', 'tensors', 'bits a weight'), rows=rows))}\n"
 
@@ -487,9 +486,9 @@ def _provenance_section(plan: Plan, origin: Origin) -> str:
         lines += [f"Source: {origin.repo} at commit `{origin.commit}`."]
     licence = origin.front.get("license")
     lines += [
-        "The licence is the source's." if licence else "The source's card states no licence.",
-        "`beamq.json` holds the recipe, versions, digests and the checksum of every tensor;"
-        " `beamq verify` checks them.",
+        "The licence is that of the source." if licence else "The source's card states no licence.",
+        "`beamq.json` holds the recipe, versions, digests and the checksum of every tensor, which"
+        " `beamq verify` checks.",
     ]
     if any(companion.target == "README.source.md" for companion in plan.companions):
         lines += ["The source's own card is kept as `README.source.md`."]

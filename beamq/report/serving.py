@@ -1,6 +1,7 @@
-"""What `beamq plan` says about serving: weights per GPU, KV cache, which machines have room.
+"""What `beamq plan` says about serving: weights on each GPU, KV cache, which machines have room.
 
-The sums are `beamq.plan.serving`'s and `beamq.plan.serving`'; here they become JSON and tables.
+In: a `Plan`, a context length, one machine or none. Out: JSON and tables. All arithmetic is that of
+`plan.serving`.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.errors import counted
 from beamq.plan.plan import Plan
 from beamq.plan.serving import (
     BATCHED_TOKENS,
@@ -30,13 +30,11 @@ from beamq.plan.serving import (
     smallest_count,
 )
 from beamq.report.console import Block
-from beamq.report.tables import Table
+from beamq.report.tables import LAYOUT_NAMES, LEGEND, Table, weights_per_gpu
 from beamq.units import show_bytes, show_gib
 
 DEFAULT_CONTEXT = 131_072
-LEAST_PADDING = 0.005  # less is not worth a line
-_LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
-_LEGEND = "TP: tensor parallel, EP: expert parallel"
+LEAST_PADDING = 0.005  # a smaller share is not mentioned
 
 
 class ServingView:
@@ -52,6 +50,7 @@ class ServingView:
         self._gpu = gpu
         self._count = count
         self._kv_dtype = "fp8" if plan.recipe.kv_cache == "fp8" else "bf16"
+        self._itemsize = KV_ITEMSIZE[self._kv_dtype]
         self._source = model_weights(config)
         self._output = model_weights(config, plan.recipe.format, plan.units)
 
@@ -68,7 +67,7 @@ class ServingView:
             "context": self._context,
             "kv_cache": {
                 "dtype": self._kv_dtype,
-                "bytes": self._kv(KV_ITEMSIZE[self._kv_dtype]),
+                "bytes": self._kv(self._itemsize),
                 "bytes_bf16": self._kv(2),
                 "bytes_fp8": self._kv(1),
                 "bytes_all_full": kv_cache_nbytes(self._config, self._context, windowed=False),
@@ -147,7 +146,7 @@ class ServingView:
         )
 
     def _padding(self) -> list[Block]:
-        """Why NVFP4 experts take more than an even share, where they do."""
+        """A line on the padding of NVFP4 experts, where it makes them larger than an even share."""
         padded = {count: self._output.expert_padding(count) for count in COUNTS}
         worst = max(
             (count for count in COUNTS if self._output.per_gpu("tensor", count) is not None),
@@ -162,31 +161,26 @@ class ServingView:
         ]
 
     def _weights_table(self) -> Table:
-        rows = []
-        names = (("source", self._source), (self._plan.recipe.name, self._output))
-        for layout in LAYOUTS:
-            for name, weights in names:
-                sizes = (weights.per_gpu(layout, count) for count in COUNTS)
-                cells = ("-" if size is None else show_bytes(size) for size in sizes)
-                rows.append((_LAYOUT_NAMES[layout], name, *cells))
-        return Table(
-            title=f"Weights on each GPU ({_LEGEND})",
-            head=("", "", *(counted(count, "GPU") for count in COUNTS)),
-            align="llr",
-            rows=rows,
-        )
+        models = {
+            name: {layout: {n: weights.per_gpu(layout, n) for n in COUNTS} for layout in LAYOUTS}
+            for name, weights in (("source", self._source), (self._plan.recipe.name, self._output))
+        }
+        return weights_per_gpu(models)
 
     def _fits_table(self) -> Table:
         rows = []
         for gpu in GPUS:
-            cells = []
-            for count in COUNTS:
-                result = self._best(gpu, count)
-                cells.append(_sequences(result))
+            best = (
+                best_fit(
+                    self._output, gpu, count, context=self._context, kv_itemsize=self._itemsize
+                )
+                for count in COUNTS
+            )
+            cells = map(_sequences, best)
             least, before = self._smallest(gpu, self._output), self._smallest(gpu, self._source)
             rows.append((gpu.label, *cells, _or_dash(least), _or_dash(before)))
         return Table(
-            title=f"Sequences of {self._context:,} tokens that fit beside the weights (e: with EP)",
+            title=f"Sequences of {self._context:,} tokens that fit with the weights (e: with EP)",
             head=("", *(f"x{count}" for count in COUNTS), "fewest", "source"),
             align="lr",
             rows=rows,
@@ -200,7 +194,7 @@ class ServingView:
                 rows.append(
                     (
                         f"{count}",
-                        _LAYOUT_NAMES[result.layout],
+                        LAYOUT_NAMES[result.layout],
                         show_bytes(result.weight_nbytes),
                         show_bytes(result.room_nbytes),
                         show_bytes(result.kv_nbytes),
@@ -213,7 +207,7 @@ class ServingView:
         if not rows:
             return [f"This model cannot be divided over {self._count} GPUs.", verdict]
         table = Table(
-            title=f"Each {gpu.label} ({_LEGEND})",
+            title=f"Each {gpu.label} ({LEGEND})",
             head=("GPUs", "", "weights", "room", "KV", "sequences", "longest"),
             align="rlr",
             rows=rows,
@@ -221,33 +215,14 @@ class ServingView:
         return [table, verdict]
 
     def _fits(self, gpu: Gpu, count: int) -> list[Fit]:
-        layouts = LAYOUTS if count > 1 else LAYOUTS[:1]
         found = (
-            fit(
-                self._output,
-                gpu,
-                count,
-                layout,
-                context=self._context,
-                kv_itemsize=KV_ITEMSIZE[self._kv_dtype],
-            )
-            for layout in layouts
+            fit(self._output, gpu, count, layout, context=self._context, kv_itemsize=self._itemsize)
+            for layout in (LAYOUTS if count > 1 else LAYOUTS[:1])
         )
         return [result for result in found if result is not None]
 
-    def _best(self, gpu: Gpu, count: int) -> Fit | None:
-        return best_fit(
-            self._output,
-            gpu,
-            count,
-            context=self._context,
-            kv_itemsize=KV_ITEMSIZE[self._kv_dtype],
-        )
-
     def _smallest(self, gpu: Gpu, weights: Weights) -> int | None:
-        return smallest_count(
-            weights, gpu, context=self._context, kv_itemsize=KV_ITEMSIZE[self._kv_dtype]
-        )
+        return smallest_count(weights, gpu, context=self._context, kv_itemsize=self._itemsize)
 
 
 def default_context(config: BeamConfig) -> int:
@@ -262,7 +237,7 @@ def _sequences(result: Fit | None) -> str:
 
 
 def _both(nbytes: int) -> str:
-    """In the unit of all else here, and in the one that KV caches are usually told in."""
+    """Decimal as everywhere here, and binary, as KV caches are usually given."""
     return f"{show_bytes(nbytes)} ({show_gib(nbytes)})"
 
 

@@ -9,7 +9,7 @@ llama.cpp's perplexity tool prints carry its names; Q stands for the candidate t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from beamq.plan.plan import Plan
 
 LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
+LEGEND = "TP: tensor parallel, EP: expert parallel"
 FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 BETWEEN, LEAST_ROOM = 2, 20  # characters between columns, and the least for a last one of text
 
@@ -228,7 +229,7 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
         ("Mean KLD, weights exact", "", *map(_activations, candidates)),
     ]
     if any(each.kld_ratio_to_first is not None for each in candidates):
-        rows.append(("Mean KLD over the first's", "", *map(_ratio, candidates)))
+        rows.append(("Mean KLD, ratio to first", "", *map(_ratio, candidates)))
     rows += [
         (label, "", *(format(getattr(each, field), form) for each in seen))
         for label, field, form in DIVERGENCE
@@ -282,7 +283,7 @@ def _db(value: float | None) -> str:
 
 
 def damage(candidate: Candidate, count: int | None = None) -> Table:
-    """Layers by falling part of the error, the `count` worst of them (None: all)."""
+    """The `count` layers that add the most error (None: all of them)."""
     layers = candidate.worst_layers()[:count]
     rows = [
         (
@@ -297,7 +298,7 @@ def damage(candidate: Candidate, count: int | None = None) -> Table:
         for layer in layers
     ]
     return Table(
-        title=f"{candidate.model.name}: which layers hurt, and what BF16 there would cost",
+        title=f"{candidate.model.name}: which layers hurt, and what BF16 would cost there",
         head=("layer", "kind", "error", "added", "experts", "quantized", "in BF16"),
         align="rlr",
         rows=rows,
@@ -305,7 +306,7 @@ def damage(candidate: Candidate, count: int | None = None) -> Table:
 
 
 def linears(candidate: Candidate, count: int = 20) -> Table:
-    """The worst linears, by relative error."""
+    """The `count` linears with the largest relative error."""
     rows = [
         (
             weight.module.removeprefix("model.layers."),
@@ -331,7 +332,7 @@ def _models(comparison: Comparison) -> list[ComparedModel]:
 
 
 def sizes(comparison: Comparison) -> Table:
-    """Bytes on disk, bits a weight, KV cache of one sequence."""
+    """Every model's bytes on disk, bits a weight, and KV cache of one sequence."""
     source = comparison.source.memory
     return Table(
         title="Size, and KV cache of one sequence",
@@ -352,15 +353,22 @@ def sizes(comparison: Comparison) -> Table:
 
 
 def per_gpu(comparison: Comparison) -> Table:
-    """Bytes of weights on each GPU, tensor and expert parallel."""
+    """Bytes of every model's weights on each GPU."""
+    return weights_per_gpu(
+        {model.name: model.memory.weight_bytes_per_gpu for model in _models(comparison)}
+    )
+
+
+def weights_per_gpu(models: Mapping[str, Mapping[str, Mapping[int, int | None]]]) -> Table:
+    """Bytes of weights on each GPU by model, layout and number of GPUs; None: not divisible."""
     rows = []
     for layout in LAYOUTS:
-        for model in _models(comparison):
-            found = (model.memory.weight_bytes_per_gpu[layout][count] for count in COUNTS)
+        for name, sizes in models.items():
+            found = (sizes[layout][count] for count in COUNTS)
             cells = ("-" if nbytes is None else show_bytes(nbytes) for nbytes in found)
-            rows.append((LAYOUT_NAMES[layout], model.name, *cells))
+            rows.append((LAYOUT_NAMES[layout], name, *cells))
     return Table(
-        title="Weights on each GPU (TP: tensor parallel, EP: expert parallel)",
+        title=f"Weights on each GPU ({LEGEND})",
         head=("", "", *(counted(count, "GPU") for count in COUNTS)),
         align="llr",
         rows=rows,
@@ -368,7 +376,7 @@ def per_gpu(comparison: Comparison) -> Table:
 
 
 def newly_fitting(comparison: Comparison) -> Table:
-    """The fewest GPUs of each kind that hold a candidate and a whole context, not the source."""
+    """The fewest GPUs of each kind that hold a candidate and a context, but not the source."""
     context = _context(comparison.source.memory.fits.context)
     rows = [
         (candidate.model.name, f"{found.count} x {found.label}", f"{found.sequences:,}")
@@ -376,7 +384,7 @@ def newly_fitting(comparison: Comparison) -> Table:
         for found in candidate.fewest_gpus()
     ]
     return Table(
-        title=f"Machines with room for weights and {context} tokens that the source does not fit",
+        title=f"Machines that fit the weights and {context} tokens, but not the source's",
         head=("", "fewest GPUs", "sequences"),
         align="llr",
         rows=rows,
@@ -390,10 +398,10 @@ def _context(tokens: int) -> str:
 
 
 def text_line(comparison: Comparison) -> str:
-    """What was run on what, in a sentence."""
+    """The text and the settings, in a sentence."""
     data, settings = comparison.data, comparison.settings
     return (
-        f"{data['samples']} rows of {data['sequence_length']:,} tokens"
+        f"{counted(data['samples'], 'row')} of {data['sequence_length']:,} tokens"
         f" ({data['description']}; digest {str(data['digest'])[:12]}), activations in"
         f" {settings['dtype']}, GEMM {settings['gemm']}, on {settings['device']}, beamq"
         f" {settings['beamq']}."

@@ -1,1 +1,1 @@
-"""compare."""
+"""Models side by side: how a quantized model differs from its source."""

@@ -27,7 +27,7 @@ from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.options import DTYPES, TextKeywords
+from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
 from beamq.eval.compare.findings import Findings, limits_for
@@ -40,7 +40,7 @@ from beamq.eval.compare.footprint import (
 )
 from beamq.eval.compare.options import CompareOptions
 from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, completed
-from beamq.eval.compare.side_by_side import ReadChecksums, StreamOptions, run_side_by_side
+from beamq.eval.compare.side_by_side import ReadChecksums, run_side_by_side, stream_options
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
 from beamq.eval.compare.verdict import judge, listed
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
@@ -49,13 +49,10 @@ from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import Manifest, file_checksum
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME
-from beamq.model.gemm.select import select_gemm
 from beamq.options import from_keywords, ignore, takes
 from beamq.ranks import Ranks, current_ranks
-from beamq.version import __version__
 
 DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
-DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 DEFAULT_GEMM = {"cuda": "auto", "cpu": "reference"}
 
 
@@ -101,10 +98,10 @@ def compare(
     See `CompareOptions` and `CompareEvents` for the keywords. A candidate whose bytes are not those
     in its beamq.json is judged not safe.
 
-    Under torchrun, experts are split over ranks; all find the same, and the first alone calls
-    `on_start` and `on_result`. Raises, there at every rank, `UsageError` for options that do not
-    fit, `ConfigError` for a candidate that is another model, `CalibrationError` for data, and what
-    reading checkpoints and `on_result` raise; `EnvironmentFault` where another rank is lost.
+    Under torchrun, experts are split over ranks; all return the same, and only the first one calls
+    `on_start` and `on_result`. Raises (there at every rank) `UsageError` for options,
+    `ConfigError` for a candidate that is another model, `CalibrationError` for data, what reading
+    checkpoints and `on_result` raise, and `EnvironmentFault` where another rank is lost.
     """
     asked, events = from_keywords(CompareOptions, keywords), from_keywords(CompareEvents, keywords)
     begun = time.monotonic()
@@ -115,10 +112,8 @@ def compare(
         with ExitStack() as stack:
             with ranks.agreeing():
                 where = choose_device(asked.device, ranks)
-                multiply = asked.gemm or DEFAULT_GEMM.get(where.type, "reference")
-                options = StreamOptions(
-                    dtype=_dtype(asked.dtype, where), device=where, gemm=select_gemm(multiply)
-                )
+                gemm = asked.gemm or DEFAULT_GEMM.get(where.type, "reference")
+                options, settings = stream_options(where, asked.dtype, gemm)
                 base, *others = _open_all([source, *checkpoints], ranks, stack)
                 if asked.input_ids is not None:
                     text = given_text(asked.input_ids)
@@ -144,7 +139,7 @@ def compare(
                         for other, findings, each in zip(others, found, sums, strict=True)
                     ),
                     data={**text.record, "notes": list(text.notes)},
-                    settings=_settings(options, multiply),
+                    settings=settings,
                     seconds=time.monotonic() - begun,
                 )
                 if ranks.first:
@@ -152,26 +147,6 @@ def compare(
         return result
     finally:
         ranks.leave()
-
-
-def _settings(options: StreamOptions, gemm: str) -> dict[str, Any]:
-    """What the comparison ran with."""
-    device = options.device
-    return {
-        "beamq": __version__,
-        "torch": torch.__version__,
-        "dtype": str(options.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "gemm": gemm,
-    }
-
-
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
-    chosen = name or DEFAULT_DTYPE.get(device.type, "float32")
-    if chosen not in DTYPES:
-        raise UsageError(f"dtype is {chosen!r}, expected {' or '.join(DTYPES)}")
-    found: torch.dtype = getattr(torch, chosen)
-    return found
 
 
 def _size(

@@ -37,18 +37,17 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
-from beamq.calib.options import DTYPES, TextKeywords
+from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import RecipeError, TensorError, UsageError, counted
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.options import SensitivityOptions
-from beamq.eval.compare.side_by_side import StreamOptions, expect_alike
+from beamq.eval.compare.side_by_side import StreamOptions, expect_alike, stream_options
 from beamq.eval.compare.text import read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.manifest import Manifest
 from beamq.model.context import PassContext, SequenceLayout, position_table
-from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import Head, LayerWeights, SparseMlp, decoder_layer, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
@@ -58,7 +57,6 @@ from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
 from beamq.units import plain
-from beamq.version import __version__
 
 PATTERNS = {
     Role.EXPERT: "model.layers.{}.mlp.experts*",
@@ -238,7 +236,6 @@ def recipe_yaml(recipe: Recipe) -> str:
 
 
 DEFAULT_SIZE = {"cuda": (8, 1024), "cpu": (8, 256)}
-DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 HEAD_TOKENS = 256
 States = list[torch.Tensor]
 
@@ -281,10 +278,7 @@ def sensitivity(
             " out"
         )
     where = choose_device(asked.device, ranks)
-    name = asked.dtype or DEFAULT_DTYPE.get(where.type, "float32")
-    if name not in DTYPES:
-        raise UsageError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}")
-    options = StreamOptions(dtype=getattr(torch, name), device=where, gemm=select_gemm(asked.gemm))
+    options, settings = stream_options(where, asked.dtype, asked.gemm)
     with ExitStack() as stack:
         base, other = (stack.enter_context(open_checkpoint(p)) for p in (source, checkpoint))
         fmt, units = stored_units(other)
@@ -300,37 +294,42 @@ def sensitivity(
         text = read_text(base, asked.data, (asked.samples or size[0], length), asked.seed)
         events.on_start()
         scores = _Branches(base, other, config, units, text.ids_BT, options).run(events.progress)
-        sizes = _unit_nbytes(base, units), _unit_nbytes(other, units)
         manifest = Manifest.of(other.source)
-    return Sensitivity(
-        source=base.label,
-        checkpoint=other.label,
-        format=str(fmt),
-        recipe=None if manifest is None else manifest.recipe,
-        parts=tuple(
+        return Sensitivity(
+            source=base.label,
+            checkpoint=other.label,
+            format=str(fmt),
+            recipe=None if manifest is None else manifest.recipe,
+            parts=_losses(scores, _unit_nbytes(base, units), _unit_nbytes(other, units)),
+            mean_kld=scores[None].result().mean_kld,
+            parameters=sum(spec.numel for spec in base.tensors.values()),
+            tensor_bytes=sum(spec.nbytes for spec in other.tensors.values()),
+            data={**text.record, "notes": list(text.notes)},
+            settings=settings,
+            seconds=time.monotonic() - begun,
+        )
+
+
+def _losses(
+    scores: Mapping[Unit | None, TokenScores],
+    precise: Mapping[Unit, int],
+    stored: Mapping[Unit, int],
+) -> tuple[PartLoss, ...]:
+    """The loss of each unit, by layer; `precise` and `stored` are its bytes in both checkpoints."""
+    found = []
+    for unit in sorted(stored):
+        result = scores[unit].result()
+        found.append(
             PartLoss(
-                layer=layer,
-                part=role,
-                mean_kld=scores[layer, role].result().mean_kld,
-                same_top=scores[layer, role].result().same_top,
-                precise_bytes=sizes[0][layer, role],
-                stored_bytes=sizes[1][layer, role],
+                layer=unit[0],
+                part=unit[1],
+                mean_kld=result.mean_kld,
+                same_top=result.same_top,
+                precise_bytes=precise[unit],
+                stored_bytes=stored[unit],
             )
-            for layer, role in sorted(units)
-        ),
-        mean_kld=scores[None].result().mean_kld,
-        parameters=sum(spec.numel for spec in base.tensors.values()),
-        tensor_bytes=sum(spec.nbytes for spec in other.tensors.values()),
-        data={**text.record, "notes": list(text.notes)},
-        settings={
-            "beamq": __version__,
-            "torch": torch.__version__,
-            "dtype": name,
-            "device": str(where),
-            "gemm": asked.gemm,
-        },
-        seconds=time.monotonic() - begun,
-    )
+        )
+    return tuple(found)
 
 
 class _Branches:

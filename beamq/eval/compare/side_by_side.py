@@ -28,13 +28,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.errors import BeamqError, ConfigError, EnvironmentFault
+from beamq.calib.options import DTYPES
+from beamq.errors import BeamqError, ConfigError, EnvironmentFault, UsageError
 from beamq.eval.compare.findings import Findings, Gathered, of_all_ranks
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import (
@@ -56,12 +58,13 @@ from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
 from beamq.model.gemm.products import product
 from beamq.model.gemm.reference import ReferenceGemm, quantize_input
+from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
-from beamq.model.moe import ExpertSlice
 from beamq.ranks import Ranks, current_ranks
+from beamq.version import __version__
 
 # --- exact weights with quantized activations ----------------------------------------------------
 
@@ -109,19 +112,14 @@ def with_served_inputs(base: LayerWeights, candidate: LayerWeights) -> LayerWeig
             down=_pair(base.mlp.down, candidate.mlp.down),
         )
     elif isinstance(base.mlp, SparseMlp) and isinstance(candidate.mlp, SparseMlp):
-        parts = zip(tuple(base.mlp.experts), tuple(candidate.mlp.experts), strict=True)
-        mlp = replace(base.mlp, experts=tuple(_pair_experts(*pair) for pair in parts))
+        experts = tuple(
+            replace(mine, gate_up=_pair(mine.gate_up, own.gate_up), down=_pair(mine.down, own.down))
+            for mine, own in zip(base.mlp.experts, candidate.mlp.experts, strict=True)
+        )
+        mlp = replace(base.mlp, experts=experts)
     else:
         raise TypeError("a dense and a sparse layer cannot be paired")
     return replace(base, attention=attention, mlp=mlp)
-
-
-def _pair_experts(base: ExpertSlice, candidate: ExpertSlice) -> ExpertSlice:
-    return replace(
-        base,
-        gate_up=_pair(base.gate_up, candidate.gate_up),
-        down=_pair(base.down, candidate.down),
-    )
 
 
 def _pair(exact: LinearWeight, like: LinearWeight) -> LinearWeight:
@@ -216,6 +214,7 @@ class ReadChecksums:
         return tuple(sorted(self._damaged))
 
 
+DEFAULT_DTYPE = {"cuda": "bfloat16", "cpu": "float32"}
 HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
 
 
@@ -230,6 +229,24 @@ class StreamOptions:
     device: torch.device
     gemm: Gemm
     floor: bool = True
+
+
+def stream_options(
+    device: torch.device, dtype: str | None, gemm: str
+) -> tuple[StreamOptions, dict[str, Any]]:
+    """How to run on a device, and the record of it for reports. Raises `UsageError`."""
+    name = dtype or DEFAULT_DTYPE.get(device.type, "float32")
+    if name not in DTYPES:
+        raise UsageError(f"dtype is {name!r}, expected {' or '.join(DTYPES)}")
+    settings = {
+        "beamq": __version__,
+        "torch": torch.__version__,
+        "dtype": name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "gemm": gemm,
+    }
+    options = StreamOptions(dtype=getattr(torch, name), device=device, gemm=select_gemm(gemm))
+    return options, settings
 
 
 def run_side_by_side(
@@ -312,7 +329,8 @@ class _SideBySide:
         # Undivided: every rank has all states and choices, and finds what one process would.
         self._exchange = exchange_for(ranks, self._config, divided=False)
         rows = max(1, BATCH_TOKENS // ids_BT.shape[1])
-        self._rows = torch.from_numpy(ids_BT).split_with_sizes(_equal_parts(len(ids_BT), rows))
+        starts = range(0, len(ids_BT), rows)
+        self._rows = [torch.from_numpy(ids_BT[start : start + rows]) for start in starts]
         self._base_routes = RouteRecorder()
         self.candidates = [Gathered() for _ in loaders[1:]]
         recorders = [self._base_routes, *(each.routes for each in self.candidates)]
@@ -450,12 +468,6 @@ class _SideBySide:
                 candidate.not_the_sources.append("model.norm.weight")
             if not torch.equal(heads[0].output_VK, head.output_VK):
                 candidate.not_the_sources.append("lm_head.weight")
-
-
-def _equal_parts(count: int, most: int) -> list[int]:
-    """`count` rows in parts of at most `most`."""
-    whole, rest = divmod(count, most)
-    return [most] * whole + [rest] * bool(rest)
 
 
 def _following(rows_BT: torch.Tensor) -> torch.Tensor:

@@ -1,25 +1,26 @@
-"""Error of every stored linear against the source's, on weights that a forward pass has loaded.
+"""The error of every stored linear against the source's, on weights loaded for a forward pass.
 
-In: `LayerWeights` of the source and of a candidate, the same layer. Out: a `WeightError` for each
-linear of it.
+In: the `LayerWeights` of one layer, of the source and of a candidate. Out: a `WeightError` for each
+linear, and the names of unquantized tensors that differ.
 
-The one idea: the comparison reads nothing. Both layers are in memory for the forward pass anyway,
-on whatever device, with linears that are multiplied together in one buffer. Each is taken out of
-it and reduced by itself, to a few numbers a row and then to a `WeightError`, so that its figures
-have the same bits whichever other experts a process holds.
+The one idea: nothing is read for it. The forward pass has both layers in memory, with linears that
+are multiplied together in one buffer. Each linear is cut out and reduced by itself, to a few
+numbers a row and then to a `WeightError`, so its figures do not depend, to the bit, on which other
+experts a process holds.
 
     saturated     beyond the largest magnitude that the element's scale can express: clipped
     underflowed   not zero in the source and decoded to zero
 
-A few percent of NVFP4 elements underflow in any tensor (a block's small values beside a large
-one), and a few blocks' largest values are clipped where the E4M3 block scale was rounded down.
+A few percent of NVFP4 elements underflow in any tensor (small values in a block with a large one),
+and the largest value of some blocks is clipped, where the E4M3 block scale was rounded down.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -37,10 +38,8 @@ _FORMATS: dict[type, str] = {DenseWeight: "dense", Fp8Weight: "fp8", Nvfp4Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightError:
-    """One linear, decoded, against the source. `relative_rms` is RMS of error over RMS of source.
-
-    `sqnr_db` says the same in decibels, None where nothing differs.
-    """
+    """One linear, decoded, against the source. `relative_rms` is the RMS of the error over the RMS
+    of the source; `sqnr_db` the same in decibels, None where nothing differs."""
 
     module: str
     layer: int
@@ -75,7 +74,7 @@ def weight_errors(base: LayerWeights, other: LayerWeights, config: BeamConfig) -
         ]
         if not found:
             return []
-        # To the CPU at once: a GPU would be waited for at every linear.
+        # One copy to the CPU for all: each copy waits for the GPU.
         sums_RF = torch.cat([sums_NF for _, sums_NF in found]).cpu()
         rows = sums_RF.split_with_sizes([sums_NF.shape[0] for _, sums_NF in found])
         return [
@@ -84,30 +83,29 @@ def weight_errors(base: LayerWeights, other: LayerWeights, config: BeamConfig) -
         ]
 
 
+_UNQUANTIZED = {
+    "input_layernorm.weight": "input_norm",
+    "post_attention_layernorm.weight": "post_attention_norm",
+    "pre_feedforward_layernorm.weight": "pre_mlp_norm",
+    "post_feedforward_layernorm.weight": "post_mlp_norm",
+    "self_attn.q_norm.weight": "attention.q_norm",
+    "self_attn.k_norm.weight": "attention.k_norm",
+    "self_attn.gate_bias": "attention.gate_bias",
+    "mlp.gate.weight": "mlp.router.weight_EK",
+    "mlp.gate.e_score_correction_bias": "mlp.router.bias_E",
+}
+"""A layer's tensors that no recipe quantizes, by stored name, and where `LayerWeights` has them."""
+
+
 def changed_tensors(base: LayerWeights, other: LayerWeights) -> list[str]:
-    """Norms, biases and routers of a layer that are not the source's, though no recipe quantizes
-    them. Names as stored."""
-    prefix = f"model.layers.{base.index}"
-    pairs = [
-        (f"{prefix}.input_layernorm.weight", base.input_norm, other.input_norm),
-        (
-            f"{prefix}.post_attention_layernorm.weight",
-            base.post_attention_norm,
-            other.post_attention_norm,
-        ),
-        (f"{prefix}.pre_feedforward_layernorm.weight", base.pre_mlp_norm, other.pre_mlp_norm),
-        (f"{prefix}.post_feedforward_layernorm.weight", base.post_mlp_norm, other.post_mlp_norm),
-        (f"{prefix}.self_attn.q_norm.weight", base.attention.q_norm, other.attention.q_norm),
-        (f"{prefix}.self_attn.k_norm.weight", base.attention.k_norm, other.attention.k_norm),
-        (f"{prefix}.self_attn.gate_bias", base.attention.gate_bias, other.attention.gate_bias),
-    ]
-    if isinstance(base.mlp, SparseMlp) and isinstance(other.mlp, SparseMlp):
-        ours, theirs = base.mlp.router, other.mlp.router
-        pairs += [
-            (f"{prefix}.mlp.gate.weight", ours.weight_EK, theirs.weight_EK),
-            (f"{prefix}.mlp.gate.e_score_correction_bias", ours.bias_E, theirs.bias_E),
-        ]
-    return [name for name, mine, other_one in pairs if not torch.equal(mine, other_one)]
+    """Stored names of a layer's norms, biases and routers that are not the source's."""
+    sparse = isinstance(base.mlp, SparseMlp) and isinstance(other.mlp, SparseMlp)
+    found = []
+    for name, place in _UNQUANTIZED.items():
+        tensor = attrgetter(place)
+        if (sparse or "router" not in place) and not torch.equal(tensor(base), tensor(other)):
+            found.append(f"model.layers.{base.index}.{name}")
+    return found
 
 
 def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Iterator[_Linear]:
@@ -122,14 +120,14 @@ def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Ite
     yield from _each(mine.o, theirs.o, [(f"{name}.o_proj", hidden)])
     if isinstance(base.mlp, DenseMlp):
         if not isinstance(other.mlp, DenseMlp):
-            raise TypeError("a dense layer beside a sparse one")
+            raise TypeError("a dense layer cannot be compared with a sparse one")
         width = config.intermediate_size
         gate_up = [(f"{prefix}.mlp.{proj}", width) for proj in ("gate_proj", "up_proj")]
         yield from _each(base.mlp.gate_up, other.mlp.gate_up, gate_up)
         yield from _each(base.mlp.down, other.mlp.down, [(f"{prefix}.mlp.down_proj", hidden)])
         return
     if isinstance(other.mlp, DenseMlp):
-        raise TypeError("a sparse layer beside a dense one")
+        raise TypeError("a sparse layer cannot be compared with a dense one")
     width = config.moe_intermediate_size
     for ours, same in zip(base.mlp.experts, other.mlp.experts, strict=True):
         names = [f"{prefix}.mlp.experts.{ours.first + n}" for n in range(ours.count)]
@@ -152,27 +150,23 @@ def _each(
 
 def _flat(weight: LinearWeight) -> LinearWeight:
     """The same weight with experts one below the other: [E, N, K] as [E N, K]."""
-    if isinstance(weight, DenseWeight):
-        return DenseWeight(w_NK=weight.w_NK.flatten(0, -2))
-    if isinstance(weight, Fp8Weight):
-        return Fp8Weight(codes=weight.codes.flatten(0, -2), scale=weight.scale.flatten(0, -2))
-    return Nvfp4Weight(
-        codes=weight.codes.flatten(0, -2),
-        block_scale=weight.block_scale.flatten(0, -2),
-        global_scale=weight.global_scale.flatten(0, -2),
-        input_scale=weight.input_scale,
-    )
+    return _changed(weight, lambda stored: stored.flatten(0, -2))
 
 
 def _rows(weight: LinearWeight, rows: slice) -> LinearWeight:
+    return _changed(weight, lambda stored: stored[rows])
+
+
+def _changed(weight: LinearWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearWeight:
+    """A weight with `change` applied to every tensor that has rows (all but the input scale)."""
     if isinstance(weight, DenseWeight):
-        return DenseWeight(w_NK=weight.w_NK[rows])
+        return DenseWeight(w_NK=change(weight.w_NK))
     if isinstance(weight, Fp8Weight):
-        return Fp8Weight(codes=weight.codes[rows], scale=weight.scale[rows])
+        return Fp8Weight(codes=change(weight.codes), scale=change(weight.scale))
     return Nvfp4Weight(
-        codes=weight.codes[rows],
-        block_scale=weight.block_scale[rows],
-        global_scale=weight.global_scale[rows],
+        codes=change(weight.codes),
+        block_scale=change(weight.block_scale),
+        global_scale=change(weight.global_scale),
         input_scale=weight.input_scale,
     )
 

@@ -108,8 +108,8 @@ def test_what_a_card_says_of_calibration(plan: Plan, beam_nano: Path) -> None:
     card = model_card(plan, Origin(), RECORD)
     assert "8 rows of 128 tokens, seed 3, activations in bfloat16." in card
     assert r"| notes\|&lt;b>.md | file | 2 | 512 | 0123456789abcdef |" in card
-    assert "78 of 80 experts saw tokens (97.5%)" in card
-    assert "an expert of layer 4 with 0 tokens (median there 250)" in card
+    assert "78 of 80 experts received tokens (97.5%)" in card
+    assert "expert is in layer 4: 0 tokens, where the layer's median is 250" in card
     constant = model_card(plan, Origin(), {"description": "not calibrated: all 1.0"})
     assert "Input scales: not calibrated: all 1.0." in constant
     assert "experts saw" not in constant
@@ -128,7 +128,7 @@ def test_parts_and_sizes_are_the_plans(plan: Plan, beam_nano: Path) -> None:
     spared = make_plan(beam_nano, exclude=["model.layers.4.mlp.experts"])
     text = model_card(spared, Origin(), {})
     assert "| NVFP4 and BF16 |" in text
-    assert "Left precise on request: routed experts of layers 4." in text
+    assert "Kept in high precision on request: routed experts of layer 4." in text
 
 
 @pytest.mark.parametrize(
@@ -310,5 +310,5 @@ def test_tensors_that_are_not_beams_are_not_advertised(nano_copy: Path) -> None:
         lambda tensors: tensors.update({"mtp.head.weight": ("BF16", [2], bytes(4))}),
     )
     plan = make_plan(nano_copy)
-    assert "not served as it is" in serving_section(plan)
+    assert "cannot serve it as it is" in serving_section(plan)
     assert not {"vllm", "sglang"}.intersection(hub_metadata(plan, Origin())["tags"])
