@@ -1,14 +1,13 @@
-"""READ: a checkpoint as headers plus byte ranges; nothing is loaded that nobody asked for.
+"""A checkpoint as headers and byte ranges; tensor data is read only when asked for.
 
-In: a folder of safetensors files, possibly written by a stranger, or `org/name[@revision]` on the
-Hub. Out: a `Checkpoint`: its config, every tensor's dtype, shape, file and byte range, and
-positional reads of those ranges. Where the bytes come from is `SourceFiles`' business.
+In: a folder of safetensors files, possibly from an untrusted source, or `org/name[@revision]` on
+the Hub. Out: a `Checkpoint`: its config, every tensor's dtype, shape, file and byte range, and
+positional reads of those ranges. `SourceFiles` knows where the bytes come from.
 
-Headers are treated as hostile: sizes are bounded by the file before anything is allocated,
-every offset is checked against its neighbours and against dtype x shape, names may not leave
-the folder. Data is read with `preadv` into the caller's buffer: thread safe, no file position,
-no whole-file load, and (unlike mmap) a file that shrinks under us is an error rather than a
-crash. Pickle formats are never opened.
+Headers are not trusted: sizes are bounded by the file before anything is allocated, every offset is
+checked against its neighbours and against dtype x shape, and names may not leave the folder. Data
+is read with `preadv` into the caller's buffer: that is thread safe, loads no whole file, and a file
+that shrinks is an error, where mmap would crash. Pickle formats are never opened.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ class Checkpoint:
 
     @property
     def root(self) -> Path:
-        """A local folder with config, tokenizer and all else but the shards.
+        """A local folder with everything but the shards.
 
-        The checkpoint's folder; of a repository on the Hub, these files are fetched into its
-        cache when first asked for.
+        For a repository on the Hub, these files are fetched into its cache on first use.
         """
         return self.source.folder()
 
@@ -77,9 +75,9 @@ class Checkpoint:
         self.source.read(spec.file, spec.offset + start, out, spec.name)
 
     def peek_many(self, wanted: Sequence[tuple[TensorSpec, int, int]]) -> Iterator[bytes]:
-        """Small ranges (tensor, start, nbytes) from all over the model, in order.
+        """Small ranges (tensor, start, nbytes) from anywhere in the model, in order.
 
-        Of a repository on the Hub: many range requests at once, no shard is fetched.
+        For a repository on the Hub: several range requests at once, no shard is fetched.
         """
 
         def peek(item: tuple[TensorSpec, int, int]) -> bytes:
@@ -124,10 +122,10 @@ class Checkpoint:
         self.source.advise(spec.file, spec.offset + start, nbytes)
 
     def fingerprint(self) -> str:
-        """What tells "the same files" from "changed since".
+        """A text that changes when the files change.
 
-        Of a folder a SHA-256 over config, names, dtypes, shapes, places, sizes and modification
-        times; content is covered by per-shard checksums. Of a repository its name and commit.
+        For a folder a SHA-256 over config, names, dtypes, shapes, offsets, file sizes and
+        modification times; for a repository its name and commit.
         """
         stamp = self.source.stamp(self.files)
         if stamp.startswith(HUB_STAMP):
@@ -146,10 +144,10 @@ class Checkpoint:
         return digest.hexdigest()
 
     def content_digest(self) -> str:
-        """SHA-256 over names, dtypes, shapes and samples of the values; tells models apart.
+        """SHA-256 over names, dtypes, shapes and samples of the values: differs between models.
 
-        4 KiB from the middle of every tensor, of packed and per-expert weights every 16th: a few
-        thousand reads for a 501B model. The same for copies and for other shardings.
+        The samples are 4 KiB from the middle of every tensor, of experts every 16th: a few thousand
+        reads for a 501B model. Copies and other shardings have the same digest.
         """
         digest = hashlib.sha256()
         specs = [self.tensors[name] for name in sorted(self.tensors)]
@@ -169,13 +167,13 @@ class Checkpoint:
     def check_unchanged(self) -> None:
         """Raise `CheckpointError` if a shard is no longer the file whose header was read.
 
-        For the end of a run: what was read must be what was planned with, to the last byte.
+        Called at the end of a run, which must have read the files that it was planned with.
         """
         changed = self.source.changed()
         if changed is not None:
             raise CheckpointError(
                 f"{self.name}/{changed}: changed while it was read, so the output would mix two"
-                " models; leave the source alone and start again with --overwrite"
+                " models; do not change the source during a run, and start again with --overwrite"
             )
 
     def close(self) -> None:
@@ -190,7 +188,7 @@ class Checkpoint:
 
 
 def _middle(spec: TensorSpec) -> tuple[TensorSpec, int, int]:
-    """The range in the middle of a tensor that stands for it."""
+    """The range in the middle of a tensor that is sampled."""
     size = min(spec.nbytes, SAMPLE_BYTES)
     return spec, (spec.nbytes - size) // 2, size
 
@@ -203,9 +201,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint's config, index and all headers; no tensor data.
 
-    `source` is a folder, or `org/name[@revision]` on the Hub; what exists on disk is a folder,
-    however it is spelled. `cache_bytes` bounds the shards of a repository that are on disk at a
-    time, in `cache_folder` (made when needed) or in a folder of the Hub's home.
+    `source` is a folder, or `org/name[@revision]` on the Hub; a name that exists on disk is a
+    path. `cache_bytes` bounds the shards of a repository that are on disk at a time, in
+    `cache_folder` (made when needed) or in a folder under HF_HOME.
     Raises `CheckpointError` for anything broken, with the file's name; `ConfigError` for
     config.json; `HubError` and `HubUnreachableError`.
     """
@@ -223,7 +221,7 @@ def open_files(
     cache_bytes: int = DEFAULT_CACHE_BYTES,
     cache_folder: Path | None = None,
 ) -> SourceFiles:
-    """The files of a folder or of a repository on the Hub, before anything of them is read."""
+    """The files of a folder or of a repository on the Hub; nothing is read yet."""
     asked = hub_source(source)
     if asked is None:
         return LocalFiles(user_path(source))

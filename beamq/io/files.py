@@ -1,12 +1,17 @@
-"""Small files that a stranger may have made: read whole, but never more than they may hold.
+"""Untrusted files: small ones are read up to a limit, large ones by positional reads.
 
-In: a path and a limit in bytes. Out: the bytes, or the JSON object in them; or an error that names
-the file. A named pipe, a device or a folder in a file's place is refused rather than waited for,
-and the size is that of the file that was opened, so nobody can swap it in between.
+In: a path and a limit in bytes. Out: the bytes, or the JSON object or YAML in them, or an error
+that names the file. A named pipe, a device or a folder in a file's place is refused rather than
+waited for, and the size is that of the opened file, so the file cannot be exchanged in between.
 
-JSON grows when it is parsed: an empty list is two bytes in a file and sixty in memory. A file
-that is mostly brackets is therefore none of ours and is refused before it is parsed; what is
-parsed takes some twenty times its bytes at most.
+JSON grows when it is parsed: an empty list is two bytes in a file and sixty in memory. So a file
+that is mostly brackets is refused before it is parsed; any other takes some twenty times its bytes
+at most.
+
+`OpenFiles` reads from a bounded set of open files, shared by threads. A file must not change: the
+first look notes its size and times of change, every later opening compares them, and `changed`
+compares them once more at the end of a run, because offsets from one file's header must never be
+used on another. (Inode numbers are not compared: mounted buckets change them now and then.)
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ MACHINE_FAULTS = {
 }
 MAX_CONFIG_BYTES = 16 << 20
 MAX_YAML_DEPTH = 16
-MAX_YAML = 1 << 16  # the parser manages some hundred kilobytes a second
+MAX_YAML = 1 << 16  # the parser reads some hundred kilobytes a second
 BYTES_PER_BRACKET = 8  # a tensor's entry in a header has 3 brackets in at least 50 bytes
 
 
@@ -55,7 +60,7 @@ def user_path(text: str | Path) -> Path:
 
 def open_file(path: Path) -> tuple[int, os.stat_result]:
     """A descriptor for reading a regular file, and its status. Raises `OSError`."""
-    # Without O_NONBLOCK, opening a named pipe waits for a writer, perhaps for ever.
+    # Without O_NONBLOCK, opening a named pipe waits until something writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     if stat.S_ISREG(status.st_mode):
@@ -72,8 +77,8 @@ def read_small(path: Path, error: type[BeamqError], limit: int) -> bytes:
         with open(descriptor, "rb") as stream:
             if status.st_size > limit:
                 raise error(
-                    f"{path}: {status.st_size} bytes, expected at most {limit}; not a file of this"
-                    " kind"
+                    f"{path}: {status.st_size} bytes, expected at most {limit}; is it the right"
+                    " file?"
                 )
             return stream.read(status.st_size)  # never a buffer larger than the file
     except FileNotFoundError:
@@ -96,7 +101,7 @@ def unreadable(
 def read_json_object(
     path: Path, error: type[BeamqError], limit: int = MAX_CONFIG_BYTES
 ) -> dict[str, Any]:
-    """The one object in a JSON file. Raises `error` with the file's name."""
+    """The object in a JSON file. Raises `error` with the file's name."""
     raw = read_small(path, error, limit)
     try:
         parsed = parse_json(raw)
@@ -108,10 +113,10 @@ def read_json_object(
 
 
 def parse_json(raw: bytes, *, unique: bool = False) -> Any:
-    """`json.loads` with bounded growth. Raises `ValueError` for anything that is amiss.
+    """`json.loads` with bounded growth. Raises `ValueError` for anything invalid.
 
-    With `unique`, an object that has a key twice is refused; otherwise the last one counts, as
-    it does for every loader.
+    With `unique`, an object that has a key twice is refused; otherwise the last one counts, as in
+    every loader.
     """
     brackets = raw.count(b"[") + raw.count(b"{")
     if brackets > FREE_BRACKETS + len(raw) // BYTES_PER_BRACKET:
@@ -132,17 +137,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """A few lines of YAML as plain data. Raises `ValueError` for anything that is amiss.
+    """A few lines of YAML as plain data. Raises `ValueError` for anything invalid.
 
-    Aliases are refused: with them a kilobyte can stand for gigabytes, and nobody needs them here.
+    Aliases are refused: with them a kilobyte can stand for gigabytes.
     """
-    import yaml  # only where there is some to parse
+    import yaml  # only if there is YAML to parse
 
     if len(text) > MAX_YAML:
         raise ValueError(f"{len(text)} characters of YAML, expected at most {MAX_YAML}")
     try:
         depth = 0
-        for event in yaml.parse(text):  # lazily, so that nothing deep is ever gone into
+        for event in yaml.parse(text):  # lazily, so that deep nesting is never entered
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError("aliases (*name) are not allowed")
             depth += isinstance(event, yaml.CollectionStartEvent)
@@ -154,21 +159,14 @@ def parse_yaml(text: str) -> Any:
         raise ValueError(" ".join(str(fault).split())[:160]) from None
 
 
-# Positional reads from a bounded set of open files, shared by threads.
-#
-# A file must stay the one it was when it was first seen: `expect` notes its size and times of
-# change, every later opening compares them, and `changed` compares them once more at the end of a
-# run. Offsets from one file's header must never be read out of another. (Inode numbers would say it
-# as well, but mounted buckets give a file a new one now and then.)
-
-MAX_OPEN_FILES = 32  # two checkpoints beside each other stay far below a limit of 128
+MAX_OPEN_FILES = 32  # two checkpoints together stay far below a limit of 128
 
 
 class OpenFiles:
     """A bounded set of read-only descriptors, opened on first use, closed oldest first.
 
-    A descriptor in use is never closed under its reader: reads hold a count on it. Files lie in
-    `root`, or where `locate` says.
+    A descriptor in use is never closed: reads hold a count on it. Files are in `root`, or where
+    `locate` says.
     """
 
     def __init__(self, root: Path, locate: Callable[[str], Path] | None = None) -> None:
@@ -179,7 +177,7 @@ class OpenFiles:
         self._seen: dict[str, tuple[int, int, int]] = {}
 
     def expect(self, file: str) -> None:
-        """Remember what a file is now; that of one that is not there is for others to say."""
+        """Note a file's size and times; a missing file is reported by whoever opens it."""
         with suppress(OSError, ValueError):
             self._seen[file] = _identity(os.stat(self._locate(file)))
 
@@ -194,7 +192,7 @@ class OpenFiles:
     def _is_same(self, file: str) -> bool:
         try:
             return _identity(os.stat(self._locate(file))) == self._seen[file]
-        except OSError:  # gone, or no longer to be looked at: not what it was
+        except OSError:  # gone or no longer accessible
             return False
 
     def _acquire(self, file: str) -> int:
@@ -205,7 +203,7 @@ class OpenFiles:
                 descriptor = self._open[file] = self._opened(file)
             self._open.move_to_end(file)
             self._users[file] = self._users.get(file, 0) + 1
-            if new:  # and in use by now, or it might be the one that has to go
+            if new:  # only now, when its count keeps it from being closed itself
                 self._evict()
             return descriptor
 
@@ -219,7 +217,7 @@ class OpenFiles:
         if seen is not None and _identity(status) != seen:
             os.close(descriptor)
             raise CheckpointError(
-                f"{path}: changed after its header was read; leave the source alone, start again"
+                f"{path}: changed after its header was read; start again, without changing it"
             )
         return descriptor
 
@@ -265,7 +263,7 @@ class OpenFiles:
             self._release(file)
 
     def forget(self, file: str) -> None:
-        """Close a file that is about to be deleted and that nobody reads."""
+        """Close a file that is about to be deleted and has no reader."""
         with self._lock:
             descriptor = self._open.pop(file, None)
             self._seen.pop(file, None)

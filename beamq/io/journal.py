@@ -39,7 +39,7 @@ from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder
 
 STATE_DIR = ".beamq"
 CALIBRATION = "calibration"
-"""Folder in the state folder where a calibration on the way keeps its own."""
+"""Folder in the state folder for the state of a calibration that is part of the run."""
 MAX_JOURNAL_BYTES = 1 << 30
 FIRST_JOURNAL = "journal-0.jsonl"
 LOCK_NAME = ".beamq.lock"
@@ -164,8 +164,8 @@ def check_identity(identity: Identity, recorded: Mapping[str, Any], folder: Path
         differences.remove(_MEANING["plan"])
     if differences:
         raise ResumeError(
-            f"{folder} was begun with {', '.join(differences)}; run it as before, or start again"
-            " with --overwrite"
+            f"{folder} was begun with {', '.join(differences)}; use the same options, or start"
+            " again with --overwrite"
         )
 
 
@@ -207,7 +207,7 @@ def _record(entry: Mapping[str, Any]) -> ShardRecord | None:
 
 
 def sound_counts(counts: Any) -> bool:
-    """Whether these are counts as kernels give them: numbers, and `zero_groups`, names."""
+    """Whether these are counts as kernels give them: numbers, and names for `zero_groups`."""
     return isinstance(counts, dict) and all(
         isinstance(value, list) and all(isinstance(name, str) for name in value)
         if key == "zero_groups"

@@ -1,7 +1,6 @@
 """beamq.json, a checkpoint's manifest: what made it, from what, and the checksum of every byte.
 
-In: a finished conversion's records, or a file that a stranger may have written. Out: a frozen
-`Manifest`, or the file.
+In: a finished conversion's records, or an untrusted file. Out: a frozen `Manifest`, or the file.
 
 The file is written last, so its presence says that the conversion ended. A manifest that is read is
 data to compare with and nothing more: its size and its nesting are bounded, and each accessor gives

@@ -1,7 +1,7 @@
-"""One safetensors header, read as hostile input.
+"""The header of an untrusted safetensors file.
 
-In: a file from anywhere. Out: its tensors' names, dtypes, shapes and byte ranges, or a
-`CheckpointError` that names the file and the fault.
+In: a file. Out: its tensors' names, dtypes, shapes and byte ranges, or a `CheckpointError` that
+names the file and the fault.
 
 Nothing is allocated beyond the header's own size, which the file's size bounds; offsets must tile
 the data section exactly, as the safetensors library demands; each range must be dtype x shape.
@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Where a tensor lies. `offset` counts from the start of the file, in bytes."""
+    """Where a tensor is. `offset` counts from the start of the file, in bytes."""
 
     name: str
     dtype: str

@@ -1,9 +1,12 @@
-"""WRITE: output shards in place, at planned offsets, invisible until whole.
+"""Durable output files: shards written in place at planned offsets, and small files.
 
-A shard is created under a temporary name with its header and full length; tensors are then
-written at their offsets by any thread in any order, none of it buffered here. When the last is
-in: fsync, journal, rename, fsync of the folder. A crash leaves either the temporary name or a
-whole file, never half a shard under a final name.
+In: a `Shard` with its header and offsets, and tensors' bytes. Out: a file that has its final name
+only when it is complete.
+
+A shard is created under a temporary name with its header and full length. Any thread then writes
+tensors at their offsets, in any order; nothing is buffered here. After the last one: fsync,
+journal, rename, fsync of the folder. A crash leaves the temporary name or a complete file, never an
+incomplete shard under its final name.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One output file: `header` is its first bytes, `tensors` lie in file order behind it."""
+    """One output file: `header` is its first bytes, `tensors` follow in file order."""
 
     name: str
     header: bytes = field(repr=False)
@@ -49,10 +52,8 @@ class Shard:
 
 @contextmanager
 def disk_errors(path: Path, action: str, *, resumable: bool = True) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DiskError` that says what to do.
-
-    `resumable` says whether what was begun can go on with `--resume`, or is just done again.
-    """
+    """Turn an `OSError` of the block into a `DiskError` that says what to do: run again, with
+    `--resume` if the step is `resumable`."""
     try:
         yield
     except OSError as fault:
@@ -70,9 +71,9 @@ def _remedy(number: int | None, path: Path, resumable: bool) -> str:
         smaller = ", or use a smaller --max-shard-size" if resumable else ""
         return f"file-size limit reached (ulimit -f, or the file system's); raise it{smaller}"
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "choose a folder that may be written to"
+        return "choose a writable folder"
     if number in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG):
-        return "something is in the way there; choose another output"
+        return "another file or link has that name; choose another output"
     if number in (errno.EMFILE, errno.ENFILE):
         return f"too many open files; raise ulimit -n, then {again}"
     if number == errno.ENOENT:
@@ -91,12 +92,12 @@ def _has_inodes(folder: Path) -> bool:
 class ShardWriter:
     """One output shard under its temporary name. `write` may be called by many threads.
 
-    `rest` gives the descriptor back while nobody writes; the next write opens the file again. So
-    any number of shards may be under way with few files open.
+    `rest` closes the file until the next write opens it again, so any number of shards can be in
+    progress with few files open.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, create: bool = True) -> None:
-        """Without `create`, another process has made the file, and will name it."""
+        """Without `create`, another process creates the file and renames it."""
         self.shard = shard
         self.final = folder / shard.name
         self.partial = folder / (shard.name + PARTIAL)
@@ -111,7 +112,7 @@ class ShardWriter:
         with disk_errors(self.partial, "creating it"):
             self._descriptor = os.open(self.partial, _CREATE, 0o644)
         try:
-            with disk_errors(self.partial, "making room"):
+            with disk_errors(self.partial, "reserving space"):
                 os.ftruncate(self._descriptor, shard.nbytes)
             self.write(0, memoryview(shard.header))
         except BaseException:
@@ -147,7 +148,7 @@ class ShardWriter:
             self.rest()
 
     def rest(self) -> None:
-        """Close the file, unless somebody writes: it keeps its temporary name."""
+        """Close the file, unless a thread writes to it; it keeps its temporary name."""
         with self._lock, disk_errors(self.partial, "closing"):
             if not self._users and self._descriptor >= 0:
                 descriptor, self._descriptor = self._descriptor, -1
@@ -166,10 +167,10 @@ def publish(partial: Path, final: Path, *, resumable: bool = True) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that names in it survive a power cut."""
+    """fsync a folder, so that names in it survive a loss of power."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder may be written to and not be read
+    except PermissionError:  # a folder can be writable but not readable
         return
     try:
         os.fsync(descriptor)
@@ -181,16 +182,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and what is missing above it; durable on return."""
+    """Create a folder and its missing parents; durable on return."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
-    folder.mkdir(exist_ok=True)  # says so where a file is in the way
+    folder.mkdir(exist_ok=True)  # raises where a file has that name
 
 
 def write_file(path: Path, content: bytes, *, resumable: bool = True) -> None:
-    """Write a small file so that it is either absent, old, or whole and durable.
+    """Write a small file so that a crash leaves it absent, unchanged, or complete and durable.
 
     `resumable`: see `disk_errors`.
     """
@@ -206,16 +207,16 @@ def write_json(path: Path, data: Any) -> None:
     """`write_file` of readable JSON, keys in the order given."""
     try:
         text = json.dumps(data, indent=2, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair in somebody's config
+    except UnicodeEncodeError:  # half a surrogate pair in a config
         text = json.dumps(data, indent=2).encode()
     write_file(path, text + b"\n")
 
 
 def copy_file(source: Path, root: Path, relative: str) -> None:
-    """Copy a companion file's bytes to `root`/`relative` (never a link), whole and durable.
+    """Copy a file's bytes (never a link) to `root`/`relative`, complete and durable.
 
-    Raises `CheckpointError` where the source cannot be read, `DiskError` for the rest, also where
-    a link stands in place of a sub-folder: it would lead the copy out of the output.
+    Raises `CheckpointError` where the source cannot be read, `DiskError` otherwise, also where a
+    sub-folder is a link, which would lead the copy out of the output.
     """
     target = root / relative
     if not target.is_relative_to(root) or ".." in target.parts[len(root.parts) :]:

@@ -6,7 +6,7 @@ In: a folder or a repository on the Hub. Out: small files as local paths, shards
 a repository. A shard is read with `read` for data that is worked on, with `peek` for a few bytes
 here and there, and within `prefetch` by a loop that knows beforehand which shards it will read.
 
-The index may be a stranger's: what it names must be a plain name in the same folder, must exist,
+The index is not trusted: what it names must be a plain name in the same folder, must exist,
 and must hold what the index says. Pickle files are never opened.
 """
 
@@ -145,7 +145,7 @@ class LocalFiles(SourceFiles):
             raise CheckpointError(f"{path}: a link to a folder; put a copy in its place")
         root = self._root.resolve()
         homes = [root]
-        if root.parent.name == "snapshots":  # of the Hub's cache, whose files lie in `blobs`
+        if root.parent.name == "snapshots":  # of the Hub's cache, whose files are in `blobs`
             homes.append(root.parent.parent / "blobs")
         target = path.resolve()
         if not any(home in target.parents for home in homes):

@@ -294,7 +294,7 @@ class Work:
 
     @property
     def output_nbytes(self) -> int:
-        """Bytes of all output shards, headers included, plus the files copied beside them."""
+        """Bytes of all output shards, headers included, plus the files that are copied."""
         files = sum(companion.nbytes for companion in self.companions)
         return sum(shard.nbytes for shard in self.shards) + files
 

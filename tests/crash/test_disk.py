@@ -224,7 +224,7 @@ def test_a_read_only_output(zygote: Zygote, small: Path, tmp_path: Path) -> None
         ended = zygote.run(*quantize_args(small, output))
         assert ended.code == 4
         assert is_one_line(ended)
-        assert not real or "choose a folder that may be written to" in ended.err
+        assert not real or "choose a writable folder" in ended.err
 
 
 # A source that changes under us ----------------------------------------------------------------

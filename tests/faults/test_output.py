@@ -282,7 +282,7 @@ def test_what_was_finished_passes(finished: Path, beam_nano: Path) -> None:
         (errno.EMFILE, "ulimit -n, then run again with --resume", "ulimit -n, then run it again"),
         (errno.EFBIG, "or use a smaller --max-shard-size", "system's); raise it"),
         (errno.ENOENT, "check the path, then run again with --resume", "path, then run it again"),
-        (errno.EACCES, "that may be written to", "that may be written to"),
+        (errno.EACCES, "a writable folder", "a writable folder"),
     ],
 )
 def test_only_what_can_be_resumed_is_told_to_resume(
