@@ -177,24 +177,17 @@ def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> li
     for checkpoint in opened:
         seen[checkpoint.label] += 1
         number = f" ({seen[checkpoint.label]})" if total[checkpoint.label] > 1 else ""
-        models.append(_open(checkpoint, checkpoint.label + number))
-    return models
-
-
-def _open(checkpoint: Checkpoint, name: str) -> _Opened:
-    manifest = Manifest.of(checkpoint.source)
-    recorded = manifest or Manifest.parse({})
-    return _Opened(
-        checkpoint=checkpoint,
-        manifest=manifest,
-        model=ComparedModel(
-            name=name,
+        manifest = Manifest.of(checkpoint.source)
+        recorded = manifest or Manifest.parse({})
+        model = ComparedModel(
+            name=checkpoint.label + number,
             format=stored_format(checkpoint.tensors.values()),
             recipe=_text(recorded.recipe, "name"),
             input_scales=_text(recorded.input_scales, "description"),
             memory=footprint(checkpoint, BeamConfig.from_dict(checkpoint.config)),
-        ),
-    )
+        )
+        models.append(_Opened(checkpoint=checkpoint, manifest=manifest, model=model))
+    return models
 
 
 def _text(record: Mapping[str, Any] | None, key: str) -> str | None:

@@ -35,7 +35,6 @@ import torch
 from numpy import int64
 from numpy.typing import NDArray
 
-from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
 from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
@@ -43,7 +42,7 @@ from beamq.errors import RecipeError, TensorError, UsageError, counted
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.options import SensitivityOptions
-from beamq.eval.compare.side_by_side import StreamOptions, expect_alike, stream_options
+from beamq.eval.compare.side_by_side import StreamOptions, open_loaders, stream_options
 from beamq.eval.compare.text import read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.manifest import Manifest
@@ -287,13 +286,12 @@ def sensitivity(
                 f"{other.label}: nothing in it is quantized; expected an NVFP4 or FP8 Beam made"
                 f" from {base.label}"
             )
-        config = BeamConfig.from_dict(base.config)
-        expect_alike(config, BeamConfig.from_dict(other.config), other.name)
+        loaders = stack.enter_context(open_loaders([base, other], options))
         size = DEFAULT_SIZE.get(where.type, DEFAULT_SIZE["cpu"])
-        length = asked.sequence_length or min(size[1], config.max_position_embeddings)
+        length = asked.sequence_length or min(size[1], loaders[0].config.max_position_embeddings)
         text = read_text(base, asked.data, (asked.samples or size[0], length), asked.seed)
         events.on_start()
-        scores = _Branches(base, other, config, units, text.ids_BT, options).run(events.progress)
+        scores = _Branches(loaders, units, text.ids_BT, options).run(events.progress)
         manifest = Manifest.of(other.source)
         return Sensitivity(
             source=base.label,
@@ -337,46 +335,35 @@ class _Branches:
 
     def __init__(
         self,
-        base: Checkpoint,
-        other: Checkpoint,
-        config: BeamConfig,
+        loaders: Sequence[LayerLoader],
         units: frozenset[Unit],
         ids_BT: NDArray[int64],
         options: StreamOptions,
     ) -> None:
-        self._checkpoints = (base, other)
-        self._config = config
+        self._loaders = loaders
+        self._config = loaders[0].config
         self._units = units
-        self._options = options
         rows = max(1, BATCH_TOKENS // ids_BT.shape[1])
         starts = range(0, ids_BT.shape[0], rows)
         self._rows = [torch.from_numpy(ids_BT[start : start + rows]) for start in starts]
         self._layouts = [SequenceLayout.rectangle(*rows.shape) for rows in self._rows]
-        table = position_table(config, ids_BT.shape[1], options.device)
-        self._context = PassContext(config=config, table=table, gemm=options.gemm)
+        table = position_table(self._config, ids_BT.shape[1], options.device)
+        self._context = PassContext(config=self._config, table=table, gemm=options.gemm)
 
     def run(self, progress: Callable[[int, int], None] | None) -> dict[Unit | None, TokenScores]:
         """Scores of every branch against the source."""
-        loaders: list[LayerLoader] = []
-        with ExitStack() as stack:
-            for checkpoint in self._checkpoints:
-                loader = LayerLoader(
-                    checkpoint, self._config, dtype=self._options.dtype, device=self._options.device
-                )
-                stack.callback(loader.close)
-                loaders.append(loader)
-            source, branches = self._layers(loaders, progress)
-            head = loaders[0].head()
-            with torch.inference_mode():
-                return self._scores(head, source, branches)
+        source, branches = self._layers(progress)
+        with torch.inference_mode():
+            return self._scores(self._loaders[0].head(), source, branches)
 
     def _layers(
-        self, loaders: Sequence[LayerLoader], progress: Callable[[int, int], None] | None
+        self, progress: Callable[[int, int], None] | None
     ) -> tuple[States, dict[Unit | None, States]]:
-        source, whole = (embed(loader, [r.flatten() for r in self._rows]) for loader in loaders)
+        ids = [rows.flatten() for rows in self._rows]
+        source, whole = (embed(loader, ids) for loader in self._loaders)
         branches: dict[Unit | None, States] = {None: whole}
         base: LayerWeights | None = None
-        for place, index, weights in in_turns([LayerStream(loader) for loader in loaders]):
+        for place, index, weights in in_turns([LayerStream(loader) for loader in self._loaders]):
             if place == 0:
                 base = weights
                 continue

@@ -275,7 +275,7 @@ def run_side_by_side(
     expect_same_files(checkpoints, ranks)
     with ExitStack() as stack:
         with ranks.agreeing():
-            loaders = stack.enter_context(_loaders(checkpoints, options, sums))
+            loaders = stack.enter_context(open_loaders(checkpoints, options, sums))
             if ranks.first:
                 on_start()
             run = _SideBySide(loaders, ids_BT, options, ranks)
@@ -293,24 +293,25 @@ def run_side_by_side(
 
 
 @contextmanager
-def _loaders(
-    checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadChecksums]
+def open_loaders(
+    checkpoints: Sequence[Checkpoint], options: StreamOptions, sums: Sequence[ReadChecksums] = ()
 ) -> Iterator[list[LayerLoader]]:
     """One for each checkpoint. Raises `ConfigError` for a candidate that is another model."""
     configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
     for checkpoint, config in zip(checkpoints[1:], configs[1:], strict=True):
         expect_alike(configs[0], config, checkpoint.name)
     taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
-    loaders: list[LayerLoader] = []
-    try:
-        for checkpoint, config, tap in zip(checkpoints, configs, taps, strict=True):
-            loaders.append(
-                LayerLoader(checkpoint, config, dtype=options.dtype, device=options.device, tap=tap)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                closing(
+                    LayerLoader(
+                        checkpoint, config, dtype=options.dtype, device=options.device, tap=tap
+                    )
+                )
             )
-        yield loaders
-    finally:
-        for loader in loaders:
-            loader.close()
+            for checkpoint, config, tap in zip(checkpoints, configs, taps, strict=True)
+        ]
 
 
 class _SideBySide:
