@@ -35,6 +35,7 @@ from beamq.model.gemm.backend import (
     Fp8Rows,
     Fp8Weight,
     Gated,
+    GemmBackend,
     Groups,
     LinearWeight,
     Nvfp4Weight,
@@ -47,7 +48,7 @@ LEAST_QUACK = "0.6.5"  # earlier releases took scales in another form
 INSTALL_QUACK = 'pip install "beamq[quack]"'
 
 
-class _Library:
+class _Library(GemmBackend):
     """What the three share: nothing is fused except SwiGLU with the next quantization."""
 
     swizzles: ClassVar[bool] = True
@@ -70,12 +71,6 @@ class _Library:
         if isinstance(down, Nvfp4Weight):
             return Gated(gate_up_SN=gate_up_SN)
         return swiglu(gate_up_SN)
-
-    def grouped(
-        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `GemmBackend.grouped`."""
-        raise NotImplementedError
 
 
 class Cutlass(_Library):

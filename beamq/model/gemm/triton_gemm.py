@@ -20,6 +20,7 @@ from beamq.model.gemm.backend import (
     DeviceFacts,
     Fp8Rows,
     Fp8Weight,
+    GemmBackend,
     Groups,
     LinearWeight,
     Nvfp4Weight,
@@ -33,7 +34,7 @@ DECODE_BYTES = 1 << 30
 """Weights that the NVFP4 emulation decodes at a time."""
 
 
-class Triton:
+class Triton(GemmBackend):
     """beamq's own kernel: experts of every format, and NVFP4 linears by emulation."""
 
     name: ClassVar[str] = "triton"
