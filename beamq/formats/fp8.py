@@ -5,14 +5,14 @@ Out: codes F8_E4M3 [N, K] and scale F32 [N, 1], value = code * scale, by the rul
 
     scale = amax_row / 448        code = E4M3(w / scale)
 
-in FP32 from the values as stored, with the scale that is stored: the per-channel rule of NVIDIA
-ModelOpt with an FP32 scale. llm-compressor's FP8_DYNAMIC rounds the scale to BF16, which costs a
-little accuracy and nothing is gained by it: the engines read FP32.
+in FP32 from the values and the scale as stored: the per-channel rule of NVIDIA ModelOpt with an
+FP32 scale. llm-compressor's FP8_DYNAMIC rounds the scale to BF16, which costs a little accuracy and
+gains nothing, because the engines read FP32.
 
-A row of zeros has no scale of its own; amax counts as 1.0, so the scale is 1/448 and the codes are
-zeros (with the sign that each zero had). A scale is never below the smallest normal FP32 value.
-Values must be finite: NaN and infinities saturate here, and don't count towards a row's amax; the
-kernels count them and callers refuse the tensor.
+The amax of a row of zeros counts as 1.0, so its scale is 1/448 and its codes are zeros with their
+signs. A scale is never below the smallest normal FP32 value. Values must be finite: NaN and
+infinities saturate here and do not count towards a row's amax; the kernels count them and callers
+refuse the tensor.
 """
 
 from __future__ import annotations

@@ -1,32 +1,36 @@
 """GPTQ for NVFP4: round so that the *product* with the inputs changes least, scales included.
 
-In:  weights [E, N, K] of some experts, the second moments H [E, K, K] of their inputs as
-     served, a global scale for each expert.
-Out: packed codes and E4M3 block scales, of the same form as plain rounding gives.
+In:  weights [E, N, K] of some experts, the second moments H [E, K, K] of their inputs as served, a
+     global scale for each expert.
+Out: packed codes and E4M3 block scales, as plain rounding gives them.
 
 The one idea (GPTQ, arXiv:2210.17323, in the equivalent form of LDLQ, arXiv:2307.13304): columns are
-rounded in order, and each is first moved by what the errors of those before it cost, as far as it
-can make up for that. With H = (I + U) D (I + U)^T, U strictly upper and D diagonal,
+rounded in order, and each is first moved to make up for the errors of those before it. With
+H = (I + U) D (I + U)^T, U strictly upper and D diagonal,
 
     x_k = w_k + sum over j < k of (w_j - rounded_j) * U_jk        what is rounded in place of w_k
     trace of (error H error^T) = sum over k of D_k * (x_k - rounded_k)^2
 
-so the layer's squared error is a plain sum over columns, and a block's share of it is known once
-the block is rounded. The scale of a block of 16 is therefore chosen by doing it: the block is
-rounded with each of the sweep's 16 candidates around the moved values' own `max` scale, with
-feedback inside the block, and the least sum wins.
+so the layer's squared error is a plain sum over columns, and a block's share is known once the
+block is rounded. The scale of a block of 16 is therefore chosen by trial: the block is rounded with
+each of the sweep's 16 candidates around the moved values' own `max` scale, and the least sum wins.
 
-H is damped by a share of its mean diagonal: a tenth, or 4 K / n where n rows are few for K inputs,
-since feedback along directions that H has seen by chance costs more than it saves. Columns keep
-their natural order, which the file's blocks need (and ordering by size of H did not help). One
-factorisation and no inverse is needed.
+H is damped by a share of its mean diagonal: a tenth, or 4 K / n with n rows for K inputs, because
+feedback along directions that H has by chance costs more than it saves. Columns keep their natural
+order, which the blocks in the file need (ordering by size of H did not help).
 
-Inside a block of 16 the order of every operation is fixed (`gptq_block`, and a kernel with the same
-bits for GPUs); feedback between blocks is a GEMM, of 16 columns inside a window of 128 and of 128
-from all that lies before it. Weights are held with N last, which suits both.
+Inside a block the order of operations is fixed (`round_block`; formats/kernels/triton_gptq.py gives
+the same bits on GPUs). All is FP32, and each product and sum is rounded by itself:
 
-Cost for each expert: K^3/3 for the factor, N K^2 for the feedback, and 272 roundings a weight, each
-with the feedback inside its block.
+    r       = 1 / step                          step = s * global scale, s a candidate
+    q       = x_j * r;  rounded = e2m1(q) * step
+    loss   += ((x_j - rounded) * (x_j - rounded)) * D_j          j = 0 .. 15
+    x_k    += (w_j - rounded) * U_jk                             for every k > j
+
+Feedback between blocks is a GEMM: of 16 columns inside a window of 128, and of 128 from all columns
+before it. Weights are held with N last, which suits both. Each expert costs K^3/3 for the factor,
+N K^2 for the feedback, and 272 roundings a weight, each with the feedback inside its block.
+
 Limits: results depend on the order of FP32 sums in GEMMs, so on the device and its libraries.
 """
 
@@ -42,26 +46,9 @@ from beamq.errors import CalibrationError
 from beamq.formats.numerics import E2M1_MAX, NVFP4_BLOCK, e2m1_codes, e2m1_values, pack_nibbles
 from beamq.formats.nvfp4 import LARGEST, SMALLEST, candidate_offsets, max_block_scales
 
-# One block of GPTQ in plain torch: 16 columns rounded in order, by the best of 16 scales.
-#
-# In:  the moved values of a block's columns, [E, 16, N] (a row of the weight is a column here, so
-#      that a column's values lie side by side), its weights, its part of I + U and of D.
-# Out: codes, the scale's code, and w - rounded in place of the weights.
-#
-# `formats/kernels/triton_gptq.py` is the same on GPUs. So that both give the same bits, all of it
-# is FP32 in one order, and products and sums are rounded one by one:
-#
-#     r       = 1 / step                          step = s * global scale, s a candidate
-#     q       = x_j * r;  rounded = e2m1(q) * step
-#     loss   += ((x_j - rounded) * (x_j - rounded)) * D_j          j = 0 .. 15
-#     x_k    += (w_j - rounded) * U_jk                             for every k > j
-#
-# Candidates come in the sweep's order and the first of the least losses wins. Codes are those of
-# the winner's q, not of another division.
-
 LARGEST_FP32 = 3.4028234663852886e38  # a step near 2^-127 has no reciprocal
 PIECE_ELEMENTS = {"cpu": 1 << 16}
-"""Trials that are made at once, in elements of one column: on a CPU they should stay in a cache."""
+"""Trials made at once, in elements of one column: on a CPU they should stay in a cache."""
 
 
 def round_block(
@@ -73,9 +60,8 @@ def round_block(
     codes_EN8: torch.Tensor,
     scale_EN: torch.Tensor,
 ) -> None:
-    """Round a block of every row. FP32 but for `codes_EN8` and `scale_EN` (E4M3 bits), both U8.
-
-    Those two are written, and `w_E16N` becomes w - rounded. All may be views.
+    """Round a block of every row into `codes_EN8` and `scale_EN` (E4M3 bits), both U8; the rest is
+    FP32. `w_E16N` becomes w - rounded. All may be views.
     """
     experts, _, n = w_E16N.shape
     most = PIECE_ELEMENTS.get(w_E16N.device.type, 1 << 24)
@@ -108,7 +94,7 @@ def _round_rows(
     code_CEN = code_CEN.clamp_(SMALLEST, LARGEST).to(torch.uint8)
     step_CEN = code_CEN.view(torch.float8_e4m3fn).float().mul_(global_scale_E1)
     loss_CEN, _ = _in_order(moved_E16N, w_E16N, unit_E1616, pivot_E16, step_CEN)
-    best_1EN = loss_CEN.argmin(dim=0, keepdim=True)  # the first of equals: `max` rule's own
+    best_1EN = loss_CEN.argmin(dim=0, keepdim=True)  # the first of equals: the `max` rule's
     step_1EN = step_CEN.gather(0, best_1EN)
     _, q = _in_order(moved_E16N, w_E16N, unit_E1616, pivot_E16, step_1EN)
     code_E16N = e2m1_codes(torch.cat(q).transpose(0, 1))
@@ -141,10 +127,10 @@ def _in_order(
 
 
 def _nearest(q: torch.Tensor) -> torch.Tensor:
-    """The E2M1 value nearest to FP32 `q`; ties are to the even code, as everywhere.
+    """The E2M1 value nearest to FP32 `q`, ties to the even code.
 
-    Adding 1.5 * 2^n and taking it away again rounds to a multiple of 2^(n - 23): to halves below
-    2, to wholes below 4, to twos up to 6.
+    Adding and subtracting 1.5 * 2^n rounds to a multiple of 2^(n - 23): 1/2 below 2, 1 below 4, 2
+    up to 6.
     """
     q = q.clamp(-E2M1_MAX, E2M1_MAX)
     size = q.abs()
@@ -167,17 +153,17 @@ class Feedback:
 
 
 def damping_of(rows_E: torch.Tensor, width: int) -> torch.Tensor:
-    """How much H of `width` inputs from `rows_E` rows is damped: shares of its mean diagonal [E].
+    """Damping of H as shares [E] of its mean diagonal, for `width` inputs and `rows_E` rows.
 
-    For fewer rows than inputs (where the layer's moments stand in) as for as many.
+    Fewer rows than inputs count as that many, because the layer's moments fill in.
     """
     return (NOISE * width / rows_E.clamp(min=width)).clamp(min=DAMPING)
 
 
 def factorize(hessian_EKK: torch.Tensor, damping: torch.Tensor | float = DAMPING) -> Feedback:
-    """Factor H, damped by one share for all or [E]. An input that is always zero is so as well.
+    """Factor H, damped by one share for all or by shares [E].
 
-    Raises `CalibrationError` if H is no matrix of second moments (not finite, not symmetric).
+    Raises `CalibrationError` if the damped H is not finite or not positive definite.
     """
     mean_E1 = hessian_EKK.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True)
     mean_E1 = torch.where(mean_E1 > 0, mean_E1, 1.0)
@@ -201,10 +187,10 @@ def factorize(hessian_EKK: torch.Tensor, damping: torch.Tensor | float = DAMPING
 def shrunk(
     sum_EKK: torch.Tensor, rows_E: torch.Tensor, pool_KK: torch.Tensor | None, pool_rows: float
 ) -> torch.Tensor:
-    """Means of second moments, drawn to the layer's where an expert has fewer rows than inputs.
+    """Mean second moments, drawn to the layer's where an expert has fewer rows than inputs.
 
-    With n rows for K inputs the expert's own has weight min(1, n / K). `pool_KK` may be None where
-    no expert has fewer. Works alike on diagonals [E, K] and [K].
+    With n rows for K inputs, the expert's own mean has weight min(1, n / K). `pool_KK` may be None
+    if no expert has fewer. Takes diagonals [E, K] and [K] in the same way.
     """
     width = sum_EKK.shape[-1]
     rows = rows_E.view(-1, *(1,) * (sum_EKK.dim() - 1))
@@ -259,7 +245,7 @@ def _moved(
     first: int,
     last: int,
 ) -> torch.Tensor:
-    """`base` of columns first .. last, moved by the errors of columns begin .. first."""
+    """Columns first .. last in `base`, moved by the errors of columns begin .. first."""
     if begin == first:
         return base_EWN
     unit_EWB = feedback.unit_EKK[:, begin:first, first:last].transpose(1, 2)
@@ -267,7 +253,7 @@ def _moved(
 
 
 def block_rounder(device: torch.device) -> Callable[..., None]:
-    """`gptq_block.round_block`, or on GPUs the kernel that gives the same bits."""
+    """`round_block`, or on GPUs the kernel that gives the same bits."""
     if devices.refusal(device) is not None:
         return round_block
     from beamq.formats.kernels import triton_gptq  # Triton

@@ -5,10 +5,9 @@ them. E4M3 (FP8, the "fn" kind) has no infinity, one NaN per sign and a largest 
 Both are rounded to nearest, ties to the even code, and saturate: a value beyond the grid becomes
 its end, never NaN.
 
-Two things are handled here once so that no caller has to: hardware and torch back ends disagree on
-what an E4M3 cast does above 448 (saturate, or NaN), so values are clamped before the cast; and a
-value that rounds to zero keeps its sign in E2M1 only if it was not itself a zero (-0.0 becomes +0,
--0.1 becomes -0), which is what NVIDIA ModelOpt writes.
+Hardware and torch back ends disagree on what an E4M3 cast does above 448 (saturate, or NaN), so
+values are clamped before the cast. And a value that rounds to zero keeps its sign in E2M1 unless it
+was a zero itself (-0.0 becomes +0, -0.1 becomes -0), as in NVIDIA ModelOpt.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9
 """The smallest positive E4M3 value; a block scale is never less."""
 SCALE_FLOOR = 2.0**-126
-"""The smallest normal FP32 value: a scale at or above it is no denormal, its reciprocal finite."""
+"""The smallest normal FP32 value; scales are at least this, so reciprocals are finite."""
 NVFP4_BLOCK = 16
 NVFP4_RANGE = E2M1_MAX * E4M3_MAX
 """Largest magnitude at global scale 1: 6 * 448 = 2688."""
@@ -64,14 +63,12 @@ def unpack_nibbles(packed_NH: torch.Tensor) -> torch.Tensor:
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     """`x` (FP32) as E4M3: nearest even, saturating at +-448; NaN becomes +448 or -448."""
-    # copysign: a NaN has lost its magnitude, not its sign bit, and the kernels keep that.
+    # copysign: a NaN keeps its sign bit here, as in the kernels.
     top = torch.copysign(torch.full_like(x, E4M3_MAX), x)
     return torch.where(x.isnan(), top, x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
-# Safetensors dtype names as torch dtypes, and bytes as tensors; the one place that maps them.
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
+TORCH_DTYPES: dict[str, torch.dtype] = {  # by safetensors name
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,

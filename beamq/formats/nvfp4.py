@@ -2,15 +2,15 @@
 
 In:  a weight [N, K] in BF16, F16 or FP32 (K a multiple of 16) and its global scale, which several
      tensors may share.
-Out: `QuantizedTensor`, whose bytes equal those of NVIDIA ModelOpt 0.47's `NVFP4QTensor.quantize`
-     for the same global scale (the `max` rule), or have block scales by sweep.py instead:
+Out: `QuantizedTensor`. With the `max` rule its bytes equal those of NVIDIA ModelOpt 0.47's
+     `NVFP4QTensor.quantize` for the same global scale:
 
     block_scale = E4M3(clamp(amax_block / (6 * global_scale), 2^-9, 448)),  1.0 for a zero block
     code        = E2M1(w / (block_scale * global_scale))
 
-The stored scale is what codes are computed from: choosing codes for the ideal scale and then
-storing a rounded one would shift every value of a block. All arithmetic is FP32 from the values as
-stored, one IEEE operation per step, so that other implementations can match every bit.
+Codes are computed from the stored scale: codes for the ideal scale would shift every value of a
+block when the rounded one is stored. All arithmetic is FP32 from the values as stored, one IEEE
+operation per step, so that other implementations can match every bit.
 
 This is the readable statement of the rule; kernels/ has the fast ones, and tests hold them equal.
 Values must be finite: a block with a NaN or an infinity gets a finite scale and saturated codes
@@ -38,17 +38,12 @@ from beamq.formats.numerics import (
     unpack_nibbles,
 )
 
-# The scale sweep: a block's scale is the best of 16 candidates, not what its largest value says.
-#
-# In:  magnitudes in blocks of 16, the block scales of the `max` rule, the global scale.
-# Out: E4M3 block scales, each at most 7 codes below and 8 above that of the `max` rule.
-#
-# The one idea: `max` puts the largest of 16 values on the grid's end, 6, and lets the other fifteen
-# fall where they may. Since codes and scales are all that is stored, every stored scale in the
-# neighbourhood can simply be tried: the block is rounded with it, and the least squared error wins.
-# A smaller scale clips the largest value and refines the rest, a larger one moves it from 6 to the
-# gap's other end, 4. No data is needed; `weight_K` (second moments of the inputs, say) counts some
-# columns' errors for more. A tie goes to the `max` rule's own scale, then to the smallest.
+# The scale sweep. The `max` rule puts the largest of 16 values on the grid's end, 6, and the others
+# fall where they may. Since only codes and scales are stored, every stored scale from 7 codes below
+# to 8 above can be tried, and the least squared error wins. A smaller scale clips the largest value
+# and refines the rest; a larger one moves it from 6 to the next grid value, 4. No data is needed;
+# `weight_K` (second moments of the inputs, say) weighs the columns' errors. On ties, the `max`
+# rule's scale wins, then the smaller one.
 #
 # So that other implementations match every bit, the error is FP32 arithmetic in one order:
 #
@@ -57,12 +52,10 @@ from beamq.formats.numerics import (
 #     d       = q - nearest E2M1 value of min(q, 6)
 #     error   = (s * s) * sum of (d * d) [* weight]           neighbours first, then pairs, ...
 #
-# Codes are then made as ever, from the stored scale by IEEE division. Measured effect and what
-# else was tried: docs/results.md and ADR 8. Method: one of the searches over scales that
-# round-to-nearest quantizers have long used (OCTAV, arXiv:2206.06501; "Four Over Six",
-# arXiv:2512.02010, tries two scales for NVFP4); here over all stored scales near.
-#
-# Limits: with a global scale below 2^-117, `r` may overflow, and the `max` rule's scale stays.
+# Codes are then computed from the stored scale by IEEE division. Effect and alternatives:
+# docs/results.md, ADR 8. Related searches: OCTAV, arXiv:2206.06501; "Four Over Six",
+# arXiv:2512.02010. Limits: with a global scale below 2^-117, `r` may overflow, and the `max` rule's
+# scale stays.
 
 BELOW, ABOVE = 7, 8
 SMALLEST, LARGEST = 1, 126  # E4M3 codes of 2^-9 and 448
@@ -88,7 +81,7 @@ def sweep_scales(
 
 
 def candidate_offsets() -> tuple[int, ...]:
-    """Codes from the `max` rule's, in the order in which ties are decided."""
+    """Offsets from the `max` rule's code, in the order in which ties are decided."""
     return (0, *range(-BELOW, 0), *range(1, ABOVE + 1))
 
 
@@ -101,7 +94,7 @@ def _error(
     scale_NB = code_NB.to(torch.uint8).view(torch.float8_e4m3fn).float()
     step_NB = scale_NB * global_scale
     q_NB16 = magnitude_NB16 * (torch.ones_like(step_NB) / step_NB).unsqueeze(-1)
-    # A NaN stays one: it is never better than the first candidate.
+    # A NaN stays NaN, and is never better than the first candidate.
     distance_NB16 = q_NB16 - e2m1_values(e2m1_codes(q_NB16.clamp(max=E2M1_MAX)))
     term = distance_NB16 * distance_NB16
     if weight_B16 is not None:
@@ -126,9 +119,8 @@ class QuantizedTensor:
 def global_scale_from_amax(amax: torch.Tensor | float) -> torch.Tensor:
     """FP32 scale at which `amax` is just representable: amax / 2688.
 
-    An amax of zero counts as 1.0, as nothing is known of the scale then; a tiny one gives the
-    smallest normal FP32 value. So the result is never zero or denormal, and its reciprocal is
-    finite. Works elementwise.
+    An amax of zero counts as 1.0; a tiny one gives the smallest normal FP32 value. So the result
+    is never zero or denormal, and its reciprocal is finite. Works elementwise.
     """
     value = torch.as_tensor(amax, dtype=torch.float32)
     # A tensor divisor: with a Python number CUDA multiplies by the reciprocal instead.
@@ -143,10 +135,10 @@ def quantize(
     scale_rule: str = "max",
     weight_K: torch.Tensor | None = None,
 ) -> QuantizedTensor:
-    """`w_NK` [N, K] by the `max` rule, or with block scales by `sweep` (see sweep.py).
+    """`w_NK` [N, K] with block scales by the rule "max" or "sweep".
 
-    `global_scale` is a scalar from 2^-126 to 2^117. `weight_K` (FP32, for `sweep` only) weighs the
-    squared errors of the columns.
+    `global_scale` is a scalar from 2^-126 to 2^117. `weight_K` (FP32, for the sweep only) weighs
+    the squared errors of the columns.
     """
     n, k = w_NK.shape
     if k % NVFP4_BLOCK:
@@ -186,22 +178,16 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch
     return (exact_NB16 * q.global_scale).view(n, half * 2).to(dtype)
 
 
-# Block scales in the order in which FP4 tensor cores read them, in plain torch.
-#
-# In:  E4M3 block scales [R, C] (R rows, one column for each 16 values). Out: the same bytes,
-# flat, in
-#      tiles of 128 rows by 4 columns of 512 bytes each, tiles row by row. Within a tile, row r and
-#      column c lie at (r % 32) * 16 + (r // 32) * 4 + c. Missing rows and columns are zeros.
-#
-# On disk scales are always row by row; this order is for kernels only ("SWIZZLE_32_4_4" in torch,
-# "128x4" elsewhere). Weights are reordered expert by expert. Activations of a grouped call are
-# padded to 128 rows for each group on its own, which `padded_rows` places.
+# The order in which FP4 tensor cores read block scales ("SWIZZLE_32_4_4" in torch, "128x4"
+# elsewhere), for kernels only: on disk scales are row by row. Tiles of 128 rows by 4 columns, 512
+# bytes each, follow one another row by row. Row r and column c of a tile are at
+# (r % 32) * 16 + (r // 32) * 4 + c; missing rows and columns are zeros.
 
 ROWS, COLUMNS = 128, 4
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is no less than `value`."""
+    """The least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -216,18 +202,8 @@ def swizzle(scales_RC: torch.Tensor) -> torch.Tensor:
     return tiles.permute(order).reshape(*lead, r * c).view(scales_RC.dtype)
 
 
-def unswizzle(flat: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse of `swizzle`, without the padding: [..., R * C] -> [..., rows, columns]."""
-    lead = flat.shape[:-1]
-    r, c = round_up(rows, ROWS), round_up(columns, COLUMNS)
-    tiles = flat.view(torch.uint8).view(*lead, r // ROWS, c // COLUMNS, 32, 4, COLUMNS)
-    order = (*range(len(lead)), *(len(lead) + axis for axis in (0, 3, 2, 1, 4)))
-    padded = tiles.permute(order).reshape(*lead, r, c)
-    return padded[..., :rows, :columns].contiguous().view(flat.dtype)
-
-
 def padded_rows(offsets: Sequence[int]) -> tuple[torch.Tensor, int]:
-    """Where each row's scales go if every group starts at a multiple of 128 rows, and rows in all.
+    """Row of each row's scales if every group starts at a multiple of 128 rows; number of rows.
 
     int64 [S] on the CPU for S = offsets[-1] rows in groups offsets[e]:offsets[e+1].
     """

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from beamq.formats.numerics import e2m1_values, unpack_nibbles
-from beamq.formats.nvfp4 import round_up, unswizzle
+from beamq.formats.nvfp4 import COLUMNS, ROWS, round_up
 
 FP4 = torch.float4_e2m1fn_x2
 
@@ -194,6 +194,16 @@ class QuackCalls:
         self.operands.append(tuple(sides))
         (a, scale_a), (b, scale_b) = sides
         return out.copy_(a @ b.t() * (scale_a * scale_b))
+
+
+def unswizzle(flat: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse of `nvfp4.swizzle`, without the padding: [..., R * C] -> [..., rows, columns]."""
+    lead = flat.shape[:-1]
+    r, c = round_up(rows, ROWS), round_up(columns, COLUMNS)
+    tiles = flat.view(torch.uint8).view(*lead, r // ROWS, c // COLUMNS, 32, 4, COLUMNS)
+    order = (*range(len(lead)), *(len(lead) + axis for axis in (0, 3, 2, 1, 4)))
+    padded = tiles.permute(order).reshape(*lead, r, c)
+    return padded[..., :rows, :columns].contiguous().view(flat.dtype)
 
 
 def _common(

@@ -1,14 +1,15 @@
-/* Codes of values whose scale is known. For BF16, by counting thresholds instead of dividing.
+/* Codes of values whose scale is known. For BF16, by comparing with thresholds instead of dividing.
  *
- * The rule is code = round(FP32(x / scale)), and `*_encode_any` computes just that. A BF16
- * magnitude is a 15-bit number that orders like its value, and rounding is monotone, so the rule
- * is as well told by the last magnitude that still gets each code. Where that lies is found
- * exactly, by dividing the one BF16 number next to tie * scale; a code is then the number of
- * thresholds below the magnitude, in 16- and 8-bit lanes: half to a quarter of the FP32 work.
+ * The rule is code = round(FP32(x / scale)), and `*_encode_any` computes exactly that. A BF16
+ * magnitude is a 15-bit number that orders like its value, and rounding is monotone, so the last
+ * magnitude that gets each code describes the rule as well. It is found exactly, by dividing the one
+ * BF16 number next to tie * scale. A code is then the number of thresholds below the magnitude,
+ * counted in 16- and 8-bit lanes: half to a quarter of the FP32 work.
  *
- * Doubling a scale adds 128 to a threshold (one in the exponent), so few are needed: E2M1's ties
- * 1.25, 2.5, 5 and 1.75, 3.5 are two families, E4M3's eight ties repeat in each of its binades.
- * Subnormal BF16 numbers don't double like that: `SAFE_LOW` keeps every threshold above them.
+ * Doubling a value adds 128 to its BF16 bits (1 to the exponent), so few thresholds are needed:
+ * E2M1's ties 1.25, 2.5, 5 and 1.75, 3.5 are two families, and E4M3's eight ties repeat in each of
+ * its binades. Subnormal BF16 numbers do not double like that: `SAFE_LOW` keeps every threshold above
+ * them.
  */
 #ifndef BEAMQ_ENCODE_H
 #define BEAMQ_ENCODE_H
@@ -21,11 +22,12 @@ enum { BINADE = 128, CHUNK = 256, INF_MAGNITUDE = 0x7F80 };
 #define NVFP4_SAFE_HIGH 0x1p16f /* no BF16 magnitude but 0 divides to 0 */
 #define FP8_SAFE_HIGH 0x1p100f  /* times 464: finite */
 
-/* The last BF16 magnitude whose quotient by `scale` stays below `tie`, or at it where the tie's
- * even neighbour is the lower one. `near` is the BF16 number nearest to tie * scale: all below it
- * stay, all above it don't. Without branches: a right shift of the sign makes -1 of a negative. */
+/* The last BF16 magnitude whose quotient by `scale` is below `tie`, or at it where the tie's even
+ * neighbour is the lower one. `near` is the BF16 number nearest to tie * scale: all numbers below it
+ * are on the lower side, all above it are not. Without branches: a right shift by 31 makes -1 of a
+ * negative number and 0 of others. */
 INLINE int16_t last_below(float scale, float tie, int tie_goes_up) {
-    int32_t near = (int32_t)((as_bits(tie * scale) + 0x8000u) >> 16);
+    int32_t near = (int32_t)((as_bits(tie * scale) + 0x8000u) >> 16); /* round to BF16 */
     float margin = as_float((u32)near << 16) / scale - tie; /* exact: they are close */
     int32_t below = (int32_t)as_bits(margin) >> 31, above = (int32_t)as_bits(0.0f - margin) >> 31;
     return (int16_t)(tie_goes_up ? near - 1 - below : near + above);
@@ -68,15 +70,18 @@ INLINE void nvfp4_encode_bf16(const void *src, const float *step, u8 *codes) {
         for (int j = 0; j < BLOCK; j++) {
             u16 raw = p[b * BLOCK + j];
             int16_t magnitude = (int16_t)(raw & 0x7FFFu);
-            u16 code = (u16)((u16)(a - magnitude) >> 15); /* 1 above the threshold */
+            /* The sign bit of threshold - magnitude: 1 above the threshold. */
+            u16 code = (u16)((u16)(a - magnitude) >> 15);
             code += (u16)(c - magnitude) >> 15;
+            /* Counted from 128 before the family's first tie, each whole 128 is one tie passed. */
             code += (u16)min16(max16((int16_t)(magnitude - d), 0) >> 7, 3); /* 1.25, 2.5, 5 */
             code += (u16)min16(max16((int16_t)(magnitude - e), 0) >> 7, 2); /* 1.75, 3.5 */
-            /* The sign, but not of zero or NaN. */
+            /* The sign, but not of zero or NaN: magnitude - 1 wraps around for zero. */
             code |= (u16)(magnitude - 1) < INF_MAGNITUDE ? raw >> 12 & 8u : 0u;
             nibbles[b * BLOCK + j] = code;
         }
     }
+    /* A pair holds two codes in 16 bits each; the upper one moves to the high nibble. */
     for (int i = 0; i < TILE_BYTES; i++) codes[i] = (u8)(pairs[i] | pairs[i] >> 12);
 }
 
@@ -109,10 +114,10 @@ INLINE int all_within(const u16_any *p, int16_t least, int16_t most) {
     return smallest >= least && largest <= most;
 }
 
-/* Counted from just above the last tie before 1.0, a magnitude's high bits are its binade (eight
- * codes each) and its low seven its place in it, to be compared with the other seven ties. Chunks
- * with a value in E4M3's subnormal range, where ties lie otherwise, or beyond 448 are left to the
- * plain rule. */
+/* Let `origin` be seven binades before the first magnitude with 1.0's code. In magnitude - origin,
+ * the bits above the low seven are then the E4M3 exponent (eight codes each), and the low seven are
+ * the place in the binade, to be compared with the other seven ties. Chunks with a value in E4M3's
+ * subnormal range, where ties are spaced otherwise, or beyond 448 are left to the plain rule. */
 INLINE void fp8_encode_bf16(const void *src, size_t n, float scale, u8 *codes) {
     const u16_any *p = src;
     int16_t last[8];
@@ -131,7 +136,7 @@ INLINE void fp8_encode_bf16(const void *src, size_t n, float scale, u8 *codes) {
         }
         for (int i = 0; i < CHUNK; i++) {
             u16 raw = p[i], d = (u16)((raw & 0x7FFFu) - (u32)origin);
-            base[i] = (u8)((d >> 4 & 0x78u) | (raw >> 8 & 0x80u));
+            base[i] = (u8)((d >> 4 & 0x78u) | (raw >> 8 & 0x80u)); /* 8 * exponent, and the sign */
             place[i] = (u8)(d & 127u);
         }
         for (int i = 0; i < CHUNK; i++) {

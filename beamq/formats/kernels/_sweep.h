@@ -1,17 +1,17 @@
 /* The scale sweep: for each block the best of 16 stored scales around the `max` rule's own.
  *
- * The rule is formats/nvfp4.py's; both do the same FP32 operations in the same order, so bytes are
- * equal. A tile's magnitudes are laid out by column (value j of 64 blocks side by side), so that a
- * candidate's error is one flat loop over blocks in which nothing is exchanged between lanes: each
- * block has its own scale in its own lane, and the 16 squares are added in registers.
+ * The rule is that of formats/nvfp4.py; both do the same FP32 operations in the same order, so the
+ * bytes are equal. A tile's magnitudes are laid out by column (value j of 64 blocks side by side), so
+ * that a candidate's error is one flat loop over blocks: each vector lane has a block and its scale,
+ * no lane needs another's data, and the 16 squares are added in registers.
  *
  * Rounding onto E2M1 needs no code here, only the distance to the nearest value: 2^22 times a number
- * of q's own binade has units of the grid's spacing there, and taking q away from it rounds q.
+ * of q's own binade has units of the grid's spacing there, and subtracting q from it rounds q.
  *
- * Below the `max` rule's scale a block's largest value is clipped, and rounding is monotone: the
- * error is at least that one value's squared distance from 6, as computed. So scales above come
- * first, then those below, and where the bound exceeds the least error so far in all blocks of a
- * group, the candidate is passed over. Ties are decided as if the order were the twin's.
+ * With a scale below the `max` rule's, a block's largest value is clipped, and rounding is monotone:
+ * the error is at least that one value's squared distance from 6, as computed. So scales above are
+ * tried first, then those below, and a candidate is skipped where this bound exceeds the least error
+ * so far in all blocks of a group. Ties are decided as if the order were that of the plain torch twin.
  */
 #ifndef BEAMQ_SWEEP_H
 #define BEAMQ_SWEEP_H
@@ -29,15 +29,18 @@ INLINE void tile_columns(const void *src, int dtype, float *columns) {
                 as_float(load_bits(src, (size_t)(b * BLOCK + j), dtype) & ABS_MASK);
 }
 
-/* Squared distance of x * reciprocal from the nearest E2M1 value. Above 7 it has to be clipped.
- * Magnitudes compare like their bits, and integer minima stay minima (of floats, compilers make
- * three branches). A tie may go to the other neighbour, which is as far away. */
+/* Squared distance of x * reciprocal from the nearest E2M1 value; needs `clip` if that is above 7
+ * (up to 7, the nearest multiple of 2 is as far away as 6 is). Minima and maxima are taken of the
+ * bits, which compare like magnitudes: compilers vectorise integer minima, but make branches of
+ * float ones. A tie may go to the other neighbour, which is as far away. */
 INLINE float sweep_square(float x, float reciprocal, int clip) {
     const float q = x * reciprocal;
     int32_t inside = (int32_t)as_bits(q);
     if (clip) inside = inside < SIX_BITS ? inside : SIX_BITS;
+    /* The binade's base; 1.5 for smaller values, because 1.5 * 2^22 has the unit 1/2. */
     const int32_t base = inside > ONE_AND_A_HALF_BITS ? inside : ONE_AND_A_HALF_BITS;
     const float up = as_float((u32)base) * 0x1p22f;
+    /* up - inside is rounded to a multiple of the grid's spacing; up minus that is exact. */
     const float distance = q - (up - (up - as_float((u32)inside)));
     return distance * distance;
 }
@@ -47,7 +50,7 @@ INLINE float sweep_term(const float *x, const float *weight, int j, float recipr
     return weight ? square * weight[j * TILE_BLOCKS] : square;
 }
 
-/* Neighbours are added first, then pairs of neighbours: the twin's order. */
+/* Neighbours are added first, then pairs: the order of the plain torch twin. */
 INLINE float sweep_four(const float *x, const float *weight, int j, float r, int clip) {
     return (sweep_term(x, weight, j, r, clip) + sweep_term(x, weight, j + 1, r, clip)) +
            (sweep_term(x, weight, j + 2, r, clip) + sweep_term(x, weight, j + 3, r, clip));
@@ -63,7 +66,7 @@ INLINE int32_t sweep_code(int32_t middle, int offset) {
     return code < E4M3_TOP ? code : E4M3_TOP;
 }
 
-/* A group of neighbouring blocks: what is known of each, and its best code (0: none yet). */
+/* GROUP neighbouring blocks: magnitudes, and the best error and code of each (code 0: none yet). */
 typedef struct {
     const float *columns, *weights; /* weights may be null */
     float global;
@@ -79,7 +82,8 @@ INLINE void sweep_try(sweep_group *g, int offset, int clip) {
         const float sum = sweep_sum(g->columns + b, g->weights ? g->weights + b : g->weights,
                                     1.0f / (scale * g->global), clip);
         const float error = sum * (scale * scale);
-        /* A NaN is never better, and a tie goes to the `max` rule's own, then to the smallest. */
+        /* A NaN is never better. On ties the `max` rule's code wins, then the smaller one: so a code
+         * below, which is tried late, must win against codes above. Bitwise, to avoid branches. */
         const int wins_ties = (offset < 0) & (g->chosen[b] != g->middle[b]);
         const int better = (error < g->best[b]) | ((error == g->best[b]) & wins_ties) |
                            (g->chosen[b] == 0);
@@ -88,13 +92,14 @@ INLINE void sweep_try(sweep_group *g, int offset, int clip) {
     }
 }
 
-/* Whether no block can gain by the scales `offset` codes below, weights being 1. */
+/* Whether no block can gain from the scales `offset` codes below, if all weights are 1. */
 INLINE int sweep_hopeless(const sweep_group *g, int offset) {
     int32_t hopeful = 0;
     for (int b = 0; b < GROUP; b++) {
         const float scale = e4m3_value((u32)sweep_code(g->middle[b], offset));
         const float clipped = g->peak[b] * (1.0f / (scale * g->global)) - 6.0f;
         const float distance = clipped > 0.0f ? clipped : 0.0f;
+        /* The largest value's share of the error, computed as sweep_try computes the sum. */
         const float least = (distance * distance) * (scale * scale);
         const int lost = (least > g->best[b]) |
                          ((least == g->best[b]) & (g->chosen[b] == g->middle[b]));
@@ -131,8 +136,8 @@ INLINE void sweep_blocks(sweep_group *g, int prune) {
         if (!prune || !sweep_hopeless(g, offset)) sweep_try(g, offset, 1);
 }
 
-/* Codes and scales of a tile that was just quantized by the `max` rule (`scales` holds those).
- * Candidates are passed over with `prune`, which asks for weights of 1 or none. */
+/* Codes and scales of a tile whose `scales` are those of the `max` rule. `prune` allows candidates
+ * to be skipped; it requires weights of 1 or none. */
 INLINE void sweep_tile(const void *src, int dtype, const float *weights, int prune, float global,
                        u8 *codes, u8 *scales) {
     float columns[TILE], step[TILE_BLOCKS];
@@ -151,7 +156,7 @@ INLINE void sweep_tile(const void *src, int dtype, const float *weights, int pru
     nvfp4_encode_tile(src, dtype, step, codes);
 }
 
-/* Weights of the 64 blocks from block `first` on, by column; row_blocks blocks make a row. */
+/* Weights of the 64 blocks from block `first` on, by column; a row has row_blocks blocks. */
 INLINE void tile_weights(const float *weights, size_t first, size_t row_blocks, float *columns) {
     size_t place = first % row_blocks;
     for (int b = 0; b < TILE_BLOCKS; b++) {
@@ -160,7 +165,7 @@ INLINE void tile_weights(const float *weights, size_t first, size_t row_blocks, 
     }
 }
 
-/* `width` blocks as FP32 words, and zeros behind them. */
+/* `width` blocks as FP32 words, then zeros up to a whole tile. */
 INLINE void tile_words(const void *src, size_t width, int dtype, u32 *words) {
     const size_t n = width * BLOCK;
     for (size_t i = 0; i < n; i++) words[i] = load_bits(src, i, dtype);
@@ -196,7 +201,7 @@ INLINE nvfp4_counts nvfp4_sweep_body(const void *src, size_t blocks, int dtype, 
                 tile_words(tile, width, F32, words);
             if (weights) tile_weights(weights, b, row_blocks, own);
             sweep_whole_tile(words, F32, own, !weights, global, tile_codes, tile_scales, &counts);
-            counts.zero -= (int64_t)(TILE_BLOCKS - width);
+            counts.zero -= (int64_t)(TILE_BLOCKS - width); /* the padding is no block of zeros */
         }
         memcpy(codes + b * BLOCK / 2, tile_codes, width * BLOCK / 2);
         memcpy(scales + b, tile_scales, width);

@@ -37,9 +37,7 @@ def amax(src: Buffer, dtype: str) -> tuple[float, int, int]:
     if values.numel() == 0:
         return 0.0, 0, -1
     finite = values.isfinite()
-    nonfinite = int((~finite).sum())
-    first = int((~finite).int().argmax()) if nonfinite else -1
-    return float(torch.where(finite, values, 0.0).abs().amax()), nonfinite, first
+    return float(torch.where(finite, values, 0.0).abs().amax()), *_count(~finite)
 
 
 def nvfp4_quantize(
@@ -91,10 +89,8 @@ def fp8_quantize_rows(
     codes_out.copy_(codes.view(torch.uint8).flatten())
     scales_out.copy_(scale.flatten().view(torch.uint8))
     finite = w_NK.isfinite()
-    nonfinite = int((~finite).sum())
-    first = int((~finite).flatten().int().argmax()) if nonfinite else -1
     zero_rows = int((torch.where(finite, w_NK, 0.0) == 0).all(dim=-1).sum())
-    return nonfinite, first, zero_rows
+    return *_count(~finite), zero_rows
 
 
 def nvfp4_dequantize(
@@ -215,9 +211,14 @@ def scan_e4m3_scales(scales: Buffer) -> tuple[int, int, int, int]:
     magnitude = codes & 0x7F
     nan, zero = magnitude == 0x7F, magnitude == 0
     negative = (codes >= 0x80) & ~nan & ~zero
-    faulty = nan | zero | negative
-    first = int(faulty.int().argmax()) if bool(faulty.any()) else -1
+    _, first = _count(nan | zero | negative)
     return int(nan.sum()), int(zero.sum()), int(negative.sum()), first
+
+
+def _count(faulty: torch.Tensor) -> tuple[int, int]:
+    """How many are true, and the flat index of the first one, or -1."""
+    count = int(faulty.sum())
+    return count, int(faulty.flatten().int().argmax()) if count else -1
 
 
 def _compare(
@@ -235,10 +236,8 @@ def _compare(
     along = torch.where(negative, -x, x)
     slack = x.abs() * 2.0**-22 + 2.0**-146
     outside = ~((low - slack <= along) & (along <= high + slack) & x.isfinite())
-    count = int(outside.sum())
-    first = int(outside.flatten().int().argmax()) if count else -1
     worst = float(torch.nan_to_num(error.abs(), nan=0.0, posinf=torch.inf).amax())
-    return float((error * error).sum()), float((x * x).sum()), worst, count, first
+    return float((error * error).sum()), float((x * x).sum()), worst, *_count(outside)
 
 
 def _half_gap_above(codes: torch.Tensor) -> torch.Tensor:

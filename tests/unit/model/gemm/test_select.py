@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from beamq.errors import DeviceError, TensorError
-from beamq.formats.nvfp4 import padded_rows, round_up, swizzle, unswizzle
+from beamq.formats.nvfp4 import padded_rows, round_up, swizzle
 from beamq.model.gemm import check, select
 from beamq.model.gemm.backend import OPS, BackendCheck, DeviceFacts, Groups, Nvfp4Weight
 from beamq.model.gemm.check import ORDER
@@ -22,7 +22,7 @@ from beamq.model.gemm.operands import fp4_tokens
 from beamq.model.gemm.reference import ReferenceGemm
 from beamq.model.gemm.select import SelectedGemm, select_gemm
 from beamq.model.gemm.triton_gemm import Triton
-from tests.helpers.gemm_double import Fp4Calls
+from tests.helpers.gemm_double import Fp4Calls, unswizzle
 
 CPU = torch.device("cpu")
 
