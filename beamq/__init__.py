@@ -1,19 +1,19 @@
-"""beamq: NVFP4 and FP8 checkpoints of Reflection's Beam, converted, calibrated and verified.
+"""beamq converts Reflection's Beam to NVFP4 and FP8 checkpoints, calibrates and verifies them.
 
-Everything the command line does is one call here:
+Each command of the command line is one call here:
 
-    make_plan, quantize, dequantize     from headers to a plan, from a plan to a folder
-    calibrate, merge_statistics         what a model's linears see on text, for input scales
-    verify, inspect_checkpoint          is a folder what the engines will load? what is it?
-    compare, write_report               what did quantization cost, and what did it save?
-    sensitivity                         what does each part cost alone, which to leave precise?
+    make_plan, quantize, dequantize     plan a conversion from headers; convert a folder
+    calibrate, merge_statistics         record the inputs of a model's linears, for input scales
+    verify, inspect_checkpoint          check that engines will load a folder; describe it
+    compare, write_report               measure what quantization cost and what it saved
+    sensitivity                         measure the cost of each part, to choose high precision
     push                                publish a folder on the Hub
-    logits                              Beam's own forward pass over any of its formats
-    open_checkpoint, load_recipe        what the calls above open themselves, given a path or name
+    logits                              run Beam's forward pass on any of its formats
+    open_checkpoint, load_recipe        open a checkpoint or recipe; the calls above do so too
 
-with the errors they raise and the records they return. Names are imported when first used, so
-that `import beamq` costs nothing; only what runs the model brings torch (a conversion that
-calibrates, too).
+The errors that these calls raise and the records that they return are here as well. Names are
+imported when they are first used, so `import beamq` is fast. Only calls that run the model import
+torch, including a conversion that calibrates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `beamq` command and `python -m beamq`: `cli.main`, interruptible from the first import."""
+"""The `beamq` command and `python -m beamq`: `cli.main`, and Ctrl-C from the first import on."""
 
 import os
 import sys
@@ -6,14 +6,14 @@ import sys
 
 def main() -> None:
     """Run the command line."""
-    if "LOCAL_RANK" in os.environ:  # torch tells of each channel between ranks, at each rank
+    if "LOCAL_RANK" in os.environ:  # torch logs every connection between ranks
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         from beamq.cli import main as command  # typer, which takes a moment
 
         command()
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the first one speaks
+        if os.environ.get("RANK", "0") == "0":  # with torchrun, rank 0 reports it
             sys.stderr.write("error: interrupted\n")
         sys.exit(130)
 

@@ -1,8 +1,8 @@
-"""The `beamq` command: its name, its commands in their order, and what a wrong option ends in.
+"""The `beamq` command: its commands in order, and how a wrong option is reported.
 
-A command (`beamq/commands/`) takes options, makes one call into the library and gives a result and
-an exit code. Results go to stdout, everything else to stderr; `outcome` turns errors into exit
-codes. Heavy modules are imported inside commands, so that `beamq --help` takes a moment.
+A command (`beamq/commands/`) takes options, makes one call into the library and returns an exit
+code. Results go to stdout, everything else to stderr; `outcome` turns errors into exit codes. Heavy
+modules are imported inside commands, so that `beamq --help` is fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ COMMANDS = (
 
 
 class Commands(TyperGroup):
-    """All commands. What the option parser refuses is told as any other error is."""
+    """All commands. Errors of the option parser are reported as other errors are."""
 
     def main(  # type: ignore[override]  # keyword arguments only, and it never returns
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
@@ -60,7 +60,7 @@ class Commands(TyperGroup):
 
 
 def _refused(fault: Exception, given: Sequence[str]) -> int:
-    """Tell an error of the option parser. Its classes have no public home; the method tells."""
+    """Report an error of the option parser; its classes are private, a method identifies them."""
     if not hasattr(fault, "format_message"):
         raise fault
     if type(fault).__name__ == "NoArgsIsHelpError":
@@ -69,7 +69,9 @@ def _refused(fault: Exception, given: Sequence[str]) -> int:
     context = getattr(fault, "ctx", None)
     command = "beamq" if context is None else context.command_path
     words = " ".join(str(fault.format_message()).split()).rstrip(".")
-    return outcome.tell(UsageError(f"{words}; see `{command} --help`"), as_json="--json" in given)
+    return outcome.report_error(
+        UsageError(f"{words}; see `{command} --help`"), as_json="--json" in given
+    )
 
 
 app = typer.Typer(
@@ -89,11 +91,11 @@ for command in COMMANDS:
 
 def main() -> None:
     """Entry of the console script and of `python -m beamq`."""
-    # A plan is half a million small records that all stay: by default the collector walks them
-    # again and again as they grow, and takes more time than planning does.
+    # A plan holds half a million small records. With the default thresholds the garbage collector
+    # scans them repeatedly and takes longer than planning does.
     gc.set_threshold(*GC_THRESHOLDS)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # names that are not UTF-8 must not stop a message
+        if hasattr(stream, "reconfigure"):  # a name that is not UTF-8 must not stop a message
             stream.reconfigure(errors="backslashreplace")
     app(prog_name="beamq")
 
@@ -113,5 +115,5 @@ def _beamq(
         ),
     ] = False,
 ) -> None:
-    # No docstring: it would take the place of the help above.
-    del version  # its callback has done all there is to do
+    # No docstring: it would replace the help text above.
+    del version  # its callback did the work

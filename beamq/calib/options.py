@@ -1,4 +1,4 @@
-"""The keywords of `calibrate`: how to calibrate, where the run keeps its files, what it reports.
+"""The options of `calibrate`.
 
 Imports no torch and no NumPy: the command line reads its flags from here.
 
@@ -27,26 +27,30 @@ DTYPES = ("bfloat16", "float32")
 DEFAULT_SIZE = {"cuda": (256, 2048), "cpu": (128, 512)}
 
 DATA = Flag(
-    "Text: a file, a folder, .jsonl, .parquet or a dataset's id; D:0.3 weighs it. May be repeated.",
+    "Text: a file, a folder, .jsonl, .parquet or a dataset id; D:0.3 gives it weight"
+    " 0.3. May be repeated.",
     metavar="D",
     shown="Python's standard library",
     many=True,
 )
-SAMPLES = Flag("Rows of tokens.", type=int, at_least=1, shown="256; 128 on a CPU")
-SEQUENCE_LENGTH = Flag("Tokens of a row.", type=int, at_least=1, shown="2048; 512 on a CPU")
-SEED = Flag("Order of the data.", type=int, shown="0")
+SAMPLES = Flag("Number of rows of tokens.", type=int, at_least=1, shown="256; 128 on a CPU")
+SEQUENCE_LENGTH = Flag("Tokens in a row.", type=int, at_least=1, shown="2048; 512 on a CPU")
+SEED = Flag("Seed for the order of the data.", type=int, shown="0")
 EXPERTS_MODE = Flag(
-    "Tokens an expert is calibrated on: those routed to it, or all.",
+    "Tokens to calibrate each expert on: those routed to it, or all.",
     choices=EXPERTS,
     shown="routed",
 )
-DTYPE = Flag("Of activations.", choices=DTYPES, shown="bfloat16")
+DTYPE = Flag("Data type of activations.", choices=DTYPES, shown="bfloat16")
 DEVICE = Flag("auto (a GPU where it helps), cpu, cuda or cuda:N.")
 DEVICE_MEMORY = Flag(
-    "Bound on the forward pass, as 20GB.", metavar="SIZE", size=True, shown="what a GPU has free"
+    "Memory limit of the forward pass, such as 20GB.",
+    metavar="SIZE",
+    size=True,
+    shown="what a GPU has free",
 )
-RESUME = Flag("Go on where an earlier run stopped.")
-OVERWRITE = Flag("Replace what is there already.")
+RESUME = Flag("Continue an earlier run that was stopped.")
+OVERWRITE = Flag("Replace existing output.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`beamq calibrate`: options in, one call into the library, a statistics file and a table out."""
+"""`beamq calibrate`: one call into the library, a statistics file and a table of coverage."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions:
-    """What else `beamq calibrate` takes."""
+    """Flags of `beamq calibrate` that the library does not have."""
 
     percentile: float | None = option(
-        None, Flag("No longer recorded: nothing read it.", type=float, after="experts")
+        None, Flag("Ignored: percentiles are no longer recorded.", type=float, after="experts")
     )
     second_moments: bool = option(
-        False, Flag("No longer recorded: nothing read them.", after="percentile")
+        False, Flag("Ignored: second moments are no longer recorded.", after="percentile")
     )
     merge: bool = option(
-        False, Flag("Merge statistics of one model on different data.", after="max_device_memory")
+        False,
+        Flag(
+            "Merge statistics of one model that were made on different data.",
+            after="max_device_memory",
+        ),
     )
     output: Path | None = option(
         None,
@@ -56,10 +60,10 @@ def calibrate(
     more: MergeOptions,
     verbose: bool,
 ) -> None:
-    """Run a BF16 Beam on text and record what its linears see.
+    """Run a BF16 Beam on text and record the inputs of its linears.
 
-    For `quantize --calibration STATS`. A run that was stopped goes on with --resume, and ends with
-    the same bytes. Under torchrun, experts are split over the processes.
+    The result is for `quantize --calibration STATS`. --resume continues a run that was stopped, and
+    the result has the same bytes. Under torchrun, experts are split over the processes.
     """
     if more.merge:
         _merge(screen, places, more.output)
@@ -73,7 +77,7 @@ def calibrate(
     from beamq.calib.calibrate import calibrate as run
 
     if more.percentile is not None or more.second_moments:
-        screen.say("Note: --percentile and --second-moments change nothing; leave them out.")
+        screen.say("Note: --percentile and --second-moments are ignored; leave them out.")
     begun = time.monotonic()
     with screen.progress("calibrating") as advance:
 
@@ -132,11 +136,8 @@ def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float)
     )
 
 
-# What `beamq calibrate` and a calibrating `quantize` say: the data beforehand, coverage after.
-
-
 def start_blocks(setup: CalibrationSetup) -> list[Block]:
-    """What will be run through the model, where, and what that needs."""
+    """What a calibration will run, where, and the memory that it needs."""
     data, plan = setup.data, setup.plan
     names = ", ".join(source.name for source in data.sources)
     blocks: list[Block] = [

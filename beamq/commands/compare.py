@@ -1,4 +1,4 @@
-"""`beamq compare`: options in, one call into the library, tables and reports out."""
+"""`beamq compare` and `beamq sensitivity`: one call into the library, tables and reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from beamq.commands.options import Checkpoint, Source, command
-from beamq.errors import UsageError
+from beamq.errors import UsageError, counted
 from beamq.eval.compare.options import CompareOptions, SensitivityOptions
 from beamq.options import Flag, option
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from beamq.report.console import Block, Screen
 
 
-REPORT = Flag("Write it as HTML, Markdown and JSON there.", metavar="DIR", type=Path, after="seed")
+REPORT = Flag(
+    "Write a report as HTML, Markdown and JSON to this folder.",
+    metavar="DIR",
+    type=Path,
+    after="seed",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class CompareFiles:
     """What `beamq compare` writes."""
 
     write_card: bool = option(
-        False, Flag("Put each one's figures into its README.md.", after="seed")
+        False, Flag("Write each checkpoint's figures into its README.md.", after="seed")
     )
     report: Path | None = option(None, REPORT)
 
@@ -47,10 +52,10 @@ def compare(
     files: CompareFiles,
     verbose: bool,
 ) -> int:
-    """What quantization cost and what it saved, side by side.
+    """Compare models: what quantization cost and what it saved.
 
-    All models run on the same text, a layer of each at a time; under torchrun, experts are split
-    over the processes. Exit code 1 if one of them is out of its recipe's bounds.
+    All models run on the same text, one layer of each at a time. Under torchrun, experts are split
+    over the processes. The exit code is 1 if a checkpoint exceeds its recipe's bounds.
     """
     from beamq.eval.compare.compare import compare as run
     from beamq.report.files import check_report_folder, write_cards, write_report
@@ -71,7 +76,7 @@ def compare(
             checkpoints,
             **vars(options),
             on_start=lambda: screen.say(
-                f"Running {source} and {len(checkpoints)} more on the same text ..."
+                f"Running {source} and {counted(len(checkpoints), 'checkpoint')} on the same text."
             ),
             progress=advance,
             on_result=write,
@@ -93,14 +98,26 @@ class SensitivityChoice:
         None, Flag("Write that choice as a recipe.", metavar="FILE", type=Path, after="seed")
     )
     target_bits: float | None = option(
-        None, Flag("As many as B bits a weight allow.", metavar="B", type=float, after="seed")
+        None,
+        Flag("Keep as many as B bits per weight allow.", metavar="B", type=float, after="seed"),
     )
     max_kl: float | None = option(
         None,
-        Flag("As few as bring the predicted KL to X nats.", metavar="X", type=float, after="seed"),
+        Flag(
+            "Keep as few as bring the predicted KL down to X nats.",
+            metavar="X",
+            type=float,
+            after="seed",
+        ),
     )
     exclude_worst: int | None = option(
-        None, Flag("Leave the N costliest parts precise.", metavar="N", type=int, after="seed")
+        None,
+        Flag(
+            "Keep the N parts that cost most in high precision.",
+            metavar="N",
+            type=int,
+            after="seed",
+        ),
     )
 
     def check(self) -> None:
@@ -134,10 +151,11 @@ def sensitivity(
     wanted: SensitivityChoice,
     verbose: bool,
 ) -> None:
-    """What each quantized part costs on its own, and which to leave precise.
+    """Measure what each quantized part costs on its own.
 
     CHECKPOINT is a quantized Beam made from SOURCE. Each part (a layer's experts, dense MLP or
-    attention) takes the source's place alone, all in one pass over few rows of text.
+    attention) replaces the source's part on its own, all in one pass over a few rows of text. The
+    result shows which parts to keep in high precision.
     """
     from beamq.eval.compare.sensitivity import choose, recipe_yaml, sparing_recipe
     from beamq.eval.compare.sensitivity import sensitivity as run
@@ -151,7 +169,7 @@ def sensitivity(
             checkpoint,
             **vars(options),
             on_start=lambda: screen.say(
-                f"Running the parts of {checkpoint} one by one in {source} ..."
+                f"Running {source} with one quantized part of {checkpoint} at a time."
             ),
             progress=advance,
         )
@@ -182,8 +200,6 @@ def _text(path: Path | None) -> str | None:
     return None if path is None else str(path)
 
 
-# What `beamq compare` says: verdicts, figures side by side, layers that hurt, memory.
-
 ABREAST = 2  # candidates that fit 80 columns side by side
 LAYERS, LINEARS = 5, 5
 ALL_LINEARS = 20
@@ -191,7 +207,7 @@ NAME_WIDTH, CELL_WIDTH = 17, 28  # of a folder's name, and of a linear's
 
 
 def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool) -> list[Block]:
-    """The same as text: verdicts first, then what they rest on; `verbose` leaves nothing out."""
+    """Verdicts first, then the figures that they depend on; `verbose` shows all."""
 
     from beamq.eval.compare.verdict import CAVEAT
     from beamq.report import tables
@@ -230,8 +246,6 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
             yield ""
 
 
-# What `beamq sensitivity` says: what each part costs alone, and what sparing some saves.
-
 SHOWN_PARTS = 12
 
 
@@ -243,8 +257,7 @@ def sensitivity_blocks(
     *,
     verbose: bool,
 ) -> list[Block]:
-    """The same as text."""
-
+    """The tables of a measurement, the choice, and the files that were written."""
     from beamq.report.console import Command
     from beamq.report.files import choice_line, curve_table, headline, parts_table, text_line
 

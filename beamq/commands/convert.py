@@ -1,4 +1,4 @@
-"""`beamq quantize`: options in, one call into the library, a folder and what became of it out."""
+"""`beamq quantize` and `beamq dequantize`: one call into the library, and its result."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def quantize(
 ) -> None:
     """Convert a BF16 Beam into an NVFP4 or FP8 one.
 
-    NVFP4 needs input scales. The run calibrates on the way, on --data or a default text; or takes
-    them from --calibration STATS; or leaves them constant with --no-calibration. A run that was
-    stopped goes on with --resume, and ends with the same bytes.
+    NVFP4 needs input scales. By default the run calibrates, on --data or a default text. Use
+    --calibration STATS to take the scales from a file, or --no-calibration to set them to 1.0.
+    --resume continues a run that was stopped, and the result has the same bytes.
     """
     from beamq.commands.calibrate import coverage_blocks, start_blocks
     from beamq.commands.plan import needs_data, needs_text, plan_blocks
@@ -42,7 +42,7 @@ def quantize(
         if plan.recipe.format == "nvfp4" and options.no_calibration:
             screen.say(f"Note: {CONSTANT_NOTE}.")
         if not options.dry_run:
-            screen.say(f"Converting {show_bytes(plan.source_nbytes)} to {output} ...")
+            screen.say(f"Converting {show_bytes(plan.source_nbytes)} to {output}.")
 
     with screen.progress("converting") as advance:
         result = convert(
@@ -80,10 +80,10 @@ def dequantize(
             checkpoint,
             output,
             **vars(options),
-            on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output} ..."),
+            on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output}."),
             on_unchecked=lambda: screen.say(
-                f"Note: {checkpoint} has no beamq.json with checksums, so nothing tells whether"
-                " its bytes are those that were written."
+                f"Note: {checkpoint} has no beamq.json with checksums, so its bytes were not"
+                " checked."
             ),
             on_progress=_meter(advance),
         )
@@ -101,15 +101,10 @@ def dequantize(
     )
 
 
-# What `beamq quantize` and `beamq dequantize` say at the end, as JSON and as a short table.
-
-
 def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict[str, Any]:
-    """The JSON of `beamq quantize`: that of the plan, and
+    """The JSON of `beamq quantize`.
 
-    command, output, dry_run, seconds, resumed_shards, engine ("" for a dry run); input_scales and
-    counts (underflow_blocks,
-    zero_blocks, zero_rows, zero_groups) as in beamq.json, null for a dry run.
+    For a dry run `engine` is "", and `input_scales` and `counts`, else as in beamq.json, are null.
     """
     manifest = result.manifest or {}
     return {
@@ -162,7 +157,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
 
 
 def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Things worth a look; none of them is a fault."""
+    """What the user may want to look at; none of it is a fault."""
     rows = []
     groups = list(counts.get("zero_groups") or ())
     if groups:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @command(quiet=False)
 def doctor(screen: Screen) -> None:
-    """What this machine offers and what is missing."""
+    """Show what this machine offers and what is missing."""
     data = doctor_data()
     screen.show(lambda: data, lambda: doctor_blocks(data))
 
@@ -198,8 +198,8 @@ def _hints(data: dict[str, Any]) -> list[str]:
     hints = []
     if data["kernels"]["cpu"] == "torch":
         hints.append(
-            "the compiled CPU kernels are missing, conversion on CPU is some fifty times slower;"
-            " install a C compiler, then reinstall beamq"
+            "the compiled CPU kernels are missing, so conversion on a CPU is about fifty times"
+            " slower; install a C compiler, then reinstall beamq"
         )
     if data["kernels"]["cpu"] is None:
         hints.append("no CPU kernels: install a C compiler and reinstall beamq, or install torch")

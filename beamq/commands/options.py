@@ -40,8 +40,8 @@ Checkpoint = Annotated[
 ]
 COMMON = {
     "as_json": Flag("Print the result as JSON.", name="--json"),
-    "verbose": Flag("Leave nothing out of lists.", short="-v"),
-    "quiet": Flag("Only results and errors.", short="-q"),
+    "verbose": Flag("Show complete lists.", short="-v"),
+    "quiet": Flag("Print only results and errors.", short="-q"),
     "debug": Flag("Show a traceback when something fails."),
 }
 

@@ -1,12 +1,12 @@
-"""How a command ends: run its body, catch what comes out, tell of it, give the exit code.
+"""How a command ends: run its body, report what it raises, return the exit code.
 
     0 done   1 a check failed, or a defect of beamq   2 usage   3 bad input or recipe
     4 the machine: disk, memory, packages   130 interrupted
 
-The only place that catches `BeamqError`s. An error is a line or two on stderr, `error: ...`; with
-`--json` also one object on stdout, {"error", "kind" (the class in beamq.errors), "exit_code"}; a
-traceback only with `--debug`. Of several ranks the first one speaks; others only of what it cannot
-know, as `rank 1: error: ...`.
+Only this module catches `BeamqError`s. An error is a line or two on stderr, `error: TEXT`. With
+`--json` it is also one object on stdout, {"error", "kind" (the class in beamq.errors),
+"exit_code"}. A traceback appears only with `--debug`. Rank 0 prints shared errors; other ranks
+print only their own, as `rank 1: error: TEXT`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool =
     except (Exception, KeyboardInterrupt) as raised:
         if debug:
             traceback.print_exc()
-        return tell(_named(raised), as_json=as_json, debug=debug)
+        return report_error(_named(raised), as_json=as_json, debug=debug)
 
 
 def _named(raised: BaseException) -> BaseException:
-    """The error of ours that says what others raised mean."""
+    """The `BeamqError` for what Python or a library raised; other defects as they are."""
     if isinstance(raised, KeyboardInterrupt):
         return Interrupted("interrupted")
     if (
@@ -60,7 +60,7 @@ def _named(raised: BaseException) -> BaseException:
         or (isinstance(raised, RuntimeError) and "can't start new thread" in str(raised))
     ):
         return MemoryBudgetError(
-            "out of memory; fewer --workers or a smaller --max-host-memory need less"
+            "out of memory; use fewer --workers or a smaller --max-host-memory"
         )
     if isinstance(raised, OSError):
         where = f"{raised.filename}: " if raised.filename is not None else ""
@@ -75,8 +75,8 @@ def _named(raised: BaseException) -> BaseException:
     return raised
 
 
-def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) -> int:
-    """Write an error in the ways asked for. Returns its exit code."""
+def report_error(error: BaseException, *, as_json: bool = False, debug: bool = False) -> int:
+    """Write an error to stderr, with `as_json` to stdout as well. Returns its exit code."""
     if isinstance(error, BeamqError):
         kind, text, code = type(error).__name__, str(error), error.exit_code
     else:
@@ -94,8 +94,8 @@ def tell(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
 
 
 def _reported_by_rank_0(error: BaseException) -> bool:
-    """All ranks have the same command line and, of torchrun, the same signals; of the rest `Ranks`
-    knows."""
+    """Whether rank 0 prints it: all ranks have one command line and torchrun's signals, and `Ranks`
+    marks other errors that it raised at every rank."""
     if isinstance(error, Interrupted) and "LOCAL_RANK" in os.environ:
         return True
     return isinstance(error, UsageError) or (
@@ -104,7 +104,7 @@ def _reported_by_rank_0(error: BaseException) -> bool:
 
 
 def _lines(text: str) -> str:
-    """One line for a log or a pipe; on a terminal broken between words, as all that is said."""
+    """One line for a log or a pipe; on a terminal it is broken between words."""
     try:
         terminal = sys.stderr.isatty()
     except (AttributeError, ValueError):  # there is no such stream, or it is closed
@@ -116,7 +116,7 @@ def _lines(text: str) -> str:
 
 
 def _write(stream: IO[str], text: str) -> None:
-    """Write if that is still possible: whatever became of the stream, the exit code counts."""
+    """Write if the stream still works; if not, the exit code has to do."""
     try:
         stream.write(text)
         stream.flush()

@@ -1,4 +1,7 @@
-"""`beamq plan`: options in, a plan from headers, tables of sizes and machines out."""
+"""`beamq plan`: a plan from headers alone, as tables of sizes and machines or as JSON.
+
+`plan_data`, `plan_blocks` and `needs_data` also serve `beamq quantize`.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,17 @@ class PlanOptions:
     recipe: str = option("nvfp4", RECIPE)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
-    gpu: str | None = option(None, Flag("One machine in full, as h200:8.", metavar="NAME[:N]"))
+    gpu: str | None = option(
+        None, Flag("Show one machine in full, such as h200:8.", metavar="NAME[:N]")
+    )
     context: int | None = option(
-        None, Flag("Tokens of a sequence.", type=int, at_least=1, shown="131072 or the model's")
+        None,
+        Flag(
+            "Length of a sequence in tokens.", type=int, at_least=1, shown="131072 or the model's"
+        ),
     )
     output: Path | None = option(
-        None, Flag("Where it would be written.", type=Path, shown="this folder")
+        None, Flag("Where the output would be written.", type=Path, shown="this folder")
     )
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
@@ -56,7 +64,7 @@ class PlanOptions:
 
 @command()
 def plan(screen: Screen, source: Source, options: PlanOptions, verbose: bool) -> None:
-    """Sizes, memory, disk and what fits where, from headers."""
+    """Show sizes, memory, disk and what fits where, from headers."""
     from beamq.convert.resources import check_cache
     from beamq.plan.plan import make_plan
     from beamq.plan.serving import parse_gpu
@@ -197,9 +205,9 @@ def needs_text(needs: dict[str, Any]) -> str:
     hub = needs["hub"]
     if hub is not None:
         text += (
-            f" Of the disk, {show_bytes(hub['cache_bytes'])} are for shards on their way through"
+            f" Of the disk, {show_bytes(hub['cache_bytes'])} are for source shards"
             f" (at least {show_bytes(hub['least_cache_bytes'])}); {show_bytes(hub['fetch_bytes'])}"
-            " are fetched in all."
+            " are fetched in total."
         )
     return text
 
@@ -237,14 +245,14 @@ def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list
     names: list[Block] = []
     for exclusion in exclusions:
         if not exclusion.units:
-            left, note = "nothing new", "precise under this recipe anyway"
+            left, note = "nothing new", "in high precision under this recipe anyway"
         else:
             left, note = describe_units(exclusion.units), ""
             if exclusion.widened:
                 note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
         rows.append((exclusion.pattern, f"{len(exclusion.matched):,}", left, note))
         names.append(f"{exclusion.pattern} matches {_few(exclusion.matched, verbose=verbose)}")
-    head = ("exclude", "modules", "left precise", "note")
+    head = ("exclude", "modules", "high precision", "note")
     return [Table(head=head, align="lrll", rows=rows), *names]
 
 

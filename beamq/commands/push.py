@@ -1,4 +1,4 @@
-"""`beamq push`: options in, one call into the library, a result and an exit code out."""
+"""`beamq push`: one call into the library, and what was sent."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class PushOptions:
     """Where to push, and whether to."""
 
-    private: bool = option(False, Flag("Create it private; refuse one that is public."))
+    private: bool = option(False, Flag("Create a private repository; refuse a public one."))
     revision: str | None = option(None, Flag("Branch to push to.", shown="main"))
-    dry_run: bool = option(False, Flag("Check and list the files, send nothing."))
+    dry_run: bool = option(False, Flag("Check and list the files, but send nothing."))
 
 
 @command()
@@ -39,8 +39,8 @@ def push(
 ) -> None:
     """Publish a checkpoint on the Hub, and check what arrived.
 
-    A folder that verify refuses, by structure or checksums, is not sent. Index and configs go last.
-    A push that was stopped goes on when the same command is run again.
+    A folder whose structure or checksums fail in verify is not sent. Index and configs are sent
+    last. Run the same command again to continue a push that was stopped.
     """
     from beamq.publish import push as send
     from beamq.ranks import current_ranks

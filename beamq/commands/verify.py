@@ -1,4 +1,4 @@
-"""`beamq verify`: options in, one call into the library, a table of checks and exit code 0 or 1."""
+"""`beamq verify` and `beamq inspect`: one call into the library, tables, and exit code 0 or 1."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 class VerifyOptions:
     """How far to check."""
 
-    source: str | None = option(None, Flag("What it was made from, to compare every value with."))
+    source: str | None = option(
+        None, Flag("The checkpoint's source; every value is compared with it.")
+    )
     level: Literal["structure", "tensors", "forward"] = option(
         "tensors",
         Flag(
-            "structure: headers; tensors: every byte; forward: run it beside --source.",
+            "structure: headers; tensors: every byte; forward: also run it and --source.",
             choices=("structure", "tensors", "forward"),
         ),
     )
-    quick: bool = option(False, Flag("Only checksums: every byte against beamq.json."))
+    quick: bool = option(False, Flag("Only compare every byte with the checksums in beamq.json."))
     workers: int | None = option(None, WORKERS)
 
 
 @command()
 def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbose: bool) -> int:
-    """Check a folder: what engines will load, against the source."""
+    """Check that a folder is sound and matches its source."""
     from beamq.eval.verify.verify import verify as check
 
     if options.quick and options.level != "tensors":
@@ -57,7 +59,7 @@ def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbo
 
 @command()
 def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
-    """What a checkpoint is: format, share quantized, oddities."""
+    """Describe a checkpoint: format, share quantized, oddities."""
     from beamq.eval.verify.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint)
@@ -142,7 +144,7 @@ def _found(check: CheckResult) -> str:
 
 
 def _plain(report: VerifyReport) -> str:
-    """What an `ok` of a Beam that is not quantized rests on."""
+    """What was checked of a Beam that is not quantized."""
     sums = report.check("checksums.tensors").status != "skip"
     rest = "structure and checksums" if sums else "structure"
     if report.source is not None:

@@ -1,4 +1,4 @@
-"""The keywords of `quantize` and `dequantize`: what to make, how, and what the run reports.
+"""The options of `quantize` and `dequantize`, most of which `plan` shares.
 
 Imports no torch and no NumPy: the command line reads its flags from here.
 """
@@ -27,22 +27,22 @@ from beamq.plan.recipe import BUILT_IN, Recipe
 
 RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r")
 EXCLUDE = Flag(
-    "Modules to leave precise: a dotted part, a glob, or re:REGEX. May be repeated.",
+    "Modules to keep in high precision: a dotted part, a glob, or re:REGEX. May be repeated.",
     metavar="PATTERN",
     many=True,
 )
 KV_CACHE = Flag("KV cache scheme to declare.", choices=("none", "fp8"), shown="the recipe's")
 SHARD_SIZE = Flag(
-    "Largest output file, as 5GB.", name="--max-shard-size", metavar="SIZE", size=True
+    "Size limit of an output file, such as 5GB.", name="--max-shard-size", metavar="SIZE", size=True
 )
-HOST_MEMORY = Flag("Bound on buffers, as 1.5GB.", metavar="SIZE", size=True)
+HOST_MEMORY = Flag("Memory limit of buffers, such as 1.5GB.", metavar="SIZE", size=True)
 CACHE_BUDGET = Flag(
-    "Bound on shards on disk at a time, where the source is on the Hub.",
+    "Disk limit for source shards, where the source is on the Hub.",
     name="--cache-budget",
     metavar="SIZE",
     size=True,
 )
-WORKERS = Flag("Threads.", type=int, at_least=1, shown="usable cores")
+WORKERS = Flag("Number of threads.", type=int, at_least=1, shown="usable cores")
 SHARD_BYTES, MEMORY_BYTES, CACHE_BYTES = 5_000_000_000, 1_500_000_000, 100_000_000_000
 
 
@@ -71,10 +71,12 @@ class ConvertOptions:
     calibration: str | Path | None = option(
         None,
         Flag(
-            "Statistics for NVFP4 input scales; nvfp4-gptq takes none.", metavar="STATS", type=Path
+            "Statistics file for NVFP4 input scales; nvfp4-gptq takes none.",
+            metavar="STATS",
+            type=Path,
         ),
     )
-    no_calibration: bool = option(False, Flag("NVFP4 input scales all 1.0 instead."))
+    no_calibration: bool = option(False, Flag("Set all NVFP4 input scales to 1.0 instead."))
     data: Sequence[str] = option((), DATA)
     samples: int | None = option(None, SAMPLES)
     sequence_length: int | None = option(None, SEQUENCE_LENGTH)
@@ -84,12 +86,17 @@ class ConvertOptions:
     device: str = option("auto", DEVICE)
     max_device_memory: int | None = option(None, DEVICE_MEMORY)
     statistics: str | Path | None = option(
-        None, Flag("Keep what calibration saw, here.", metavar="STATS", type=Path)
+        None,
+        Flag(
+            "Write the statistics of this run's calibration to this file.",
+            metavar="STATS",
+            type=Path,
+        ),
     )
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
     base_model: str | None = option(
-        None, Flag("The source's id, for the card.", metavar="ORG/NAME")
+        None, Flag("The source's id on the Hub, for the model card.", metavar="ORG/NAME")
     )
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
@@ -97,7 +104,7 @@ class ConvertOptions:
     workers: int | None = option(None, WORKERS)
     resume: bool = option(False, RESUME)
     overwrite: bool = option(False, OVERWRITE)
-    dry_run: bool = option(False, Flag("Plan and check, write nothing."))
+    dry_run: bool = option(False, Flag("Plan and check, but write nothing."))
 
     def calibration_given(self) -> dict[str, Any]:
         """The options of a calibration that were given, besides the device."""

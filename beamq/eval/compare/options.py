@@ -1,4 +1,4 @@
-"""The keywords of `compare` and `sensitivity`. Imports no torch and no NumPy."""
+"""The options of `compare` and `sensitivity`. Imports no torch and no NumPy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CompareOptions:
     gemm: str | None = option(
         None,
         Flag(
-            "How to multiply: reference, auto, ... (weights-only: activations unquantized).",
+            "GEMM back end, as auto or reference; weights-only leaves activations unquantized.",
             shown="auto; reference on a CPU",
         ),
     )
@@ -60,5 +60,5 @@ class SensitivityOptions:
     dtype: str | None = option(None, replace(DTYPE, shown="bfloat16; float32 on a CPU"))
     device: str = option("auto", DEVICE)
     gemm: str = option(
-        "reference", Flag("How to multiply (weights-only: activations unquantized).")
+        "reference", Flag("GEMM back end; weights-only leaves activations unquantized.")
     )

@@ -213,10 +213,10 @@ def test_errors_are_broken_into_lines_on_a_terminal_only(
 ) -> None:
     path = "/a/" + "very-long-" * 12 + "path"
     error = UsageError(f"{path}: what is wrong " * 2 + "and what to do about it, in many words")
-    outcome.tell(error)
+    outcome.report_error(error)
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    outcome.tell(error)
+    outcome.report_error(error)
     lines = capsys.readouterr().err.splitlines()
     assert " ".join(lines) == f"error: {error}"
     assert all(len(line) <= 80 for line in lines if path not in line)
