@@ -189,14 +189,12 @@ class GemmBackend(Protocol):
     """One set of GPU kernels. Activations come as BF16 [T, K]; products are BF16.
 
     Every method but `refusal` may assume that `refusal` returned None for the operation, that N and
-    K are multiples of 16, and that there is at least one row. Weights of a format that `ops` does
-    not name raise `TypeError`.
+    K are multiples of 16, and that there is at least one row. `check.ORDER` says which operations a
+    back end implements; weights of other formats raise `TypeError`.
     """
 
     name: ClassVar[str]
     """What users select it by."""
-    ops: ClassVar[tuple[str, ...]]
-    """The members of `OPS` that it implements."""
     swizzles: ClassVar[bool]
     """Whether NVFP4 weights are multiplied as `operands.fp4_weight` reorders them."""
 

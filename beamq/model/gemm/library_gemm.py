@@ -29,7 +29,6 @@ import torch.nn.functional as F
 
 from beamq.formats.nvfp4 import COLUMNS, ROWS, round_up
 from beamq.model.gemm.backend import (
-    OPS,
     DenseWeight,
     DeviceFacts,
     Fp8Rows,
@@ -77,7 +76,6 @@ class Cutlass(_Library):
     """torch's CUTLASS kernels, all through `scaled_grouped_mm`; a dense linear is one group."""
 
     name: ClassVar[str] = "cutlass"
-    ops: ClassVar[tuple[str, ...]] = OPS
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
         """See `GemmBackend.refusal`."""
@@ -147,7 +145,6 @@ class CublasLt(_Library):
     """torch's cuBLASLt for dense linears; for FP8 experts, one call for each that has rows."""
 
     name: ClassVar[str] = "cublaslt"
-    ops: ClassVar[tuple[str, ...]] = ("fp8-dense", "fp8-grouped", "nvfp4-dense")
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
         """See `GemmBackend.refusal`."""
@@ -205,7 +202,6 @@ class Quack(_Library):
     """quack's block-scaled GEMM, NVFP4 on sm_120 and sm_121: linears, and experts one by one."""
 
     name: ClassVar[str] = "quack"
-    ops: ClassVar[tuple[str, ...]] = ("nvfp4-dense", "nvfp4-grouped")
 
     def __init__(self, calls: Any = None) -> None:
         super().__init__(calls)  # None: quack's, imported at the first product

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import overload
 
 import torch
@@ -92,14 +92,11 @@ class ExpertRows(Sequence[int]):
         self.tables: dict[int, torch.Tensor] = {}
         """Tables that kernels made from the ends, by rows of a tile."""
         self._total = total
-        self._host: tuple[int, ...] | None = None
 
-    @property
+    @cached_property
     def host(self) -> tuple[int, ...]:
         """All offsets; waits for the device the first time."""
-        if self._host is None:
-            self._host = (0, *self.ends_E.tolist())
-        return self._host
+        return (0, *self.ends_E.tolist())
 
     def __len__(self) -> int:
         return self.ends_E.numel() + 1

@@ -38,7 +38,6 @@ class Triton(GemmBackend):
     """beamq's own kernel: experts of every format, and NVFP4 linears by emulation."""
 
     name: ClassVar[str] = "triton"
-    ops: ClassVar[tuple[str, ...]] = ("bf16-grouped", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
     swizzles: ClassVar[bool] = False
 
     def __init__(self, *, fast: bool = False) -> None:
@@ -73,28 +72,22 @@ class Triton(GemmBackend):
         SwiGLU is fused into the product, except into FP8's fast sums, which are faster without.
         """
         if not (isinstance(gate_up, Fp8Weight) and self._fast):
-            return self.tokens(self._multiply(tokens, gate_up, groups, swiglu=True), down)
+            return self.tokens(self.grouped(tokens, gate_up, groups, swiglu=True), down)
         gate_up_SN = self.grouped(tokens, gate_up, groups)
         if isinstance(down, Fp8Weight):
             return fp8_rows(gate_up_SN, swiglu=True)
         return self.tokens(plain_swiglu(gate_up_SN), down)
 
     def grouped(
-        self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `GemmBackend.grouped`."""
-        return self._multiply(tokens, weight, groups, swiglu=False, out=out)
-
-    def _multiply(
         self,
         tokens: Tokens,
         weight: LinearWeight,
         groups: Groups,
-        *,
-        swiglu: bool,
         out: torch.Tensor | None = None,
+        *,
+        swiglu: bool = False,
     ) -> torch.Tensor:
-        """`grouped`; with `swiglu`, SwiGLU of the products with [gate | up]."""
+        """See `GemmBackend.grouped`; with `swiglu`, SwiGLU of the products with [gate | up]."""
         from beamq.model.gemm.triton_grouped import Scales, grouped_gemm  # Triton may be missing
 
         x = take(tokens, groups.rows)

@@ -83,7 +83,8 @@ def tile_table(offsets: Sequence[int], rows: int, device: torch.device) -> tuple
     if not isinstance(offsets, ExpertRows):
         table = _from_host(tuple(offsets), rows, device)
         return table, table.shape[0] - 1
-    most = most_tiles(offsets, rows)
+    # Each expert that has rows may have one tile that is not full.
+    most = offsets[-1] // rows + min(len(offsets) - 1, offsets[-1])
     if rows not in offsets.tables:
         experts = len(offsets) - 1
         table = torch.empty(1 + most, 3, dtype=torch.int32, device=device)
@@ -98,12 +99,6 @@ def tile_table(offsets: Sequence[int], rows: int, device: torch.device) -> tuple
         )
         offsets.tables[rows] = table
     return offsets.tables[rows], most
-
-
-def most_tiles(offsets: Sequence[int], rows: int) -> int:
-    """The most tiles there can be: each expert that has rows may have one that is not full."""
-    total = offsets[-1]
-    return total // rows + min(len(offsets) - 1, total)
 
 
 @lru_cache(maxsize=16)
