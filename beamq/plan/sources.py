@@ -76,7 +76,7 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
                 )
             _check_spec(role, spec, shape)
             used.add(role.name)
-            found.append((role, _whole(spec)))
+            found.append((role, whole_range(spec)))
         elif role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
             found.append((role, _cut(packed[role.layer, packed_part(role)], role, shape)))
         else:
@@ -169,7 +169,7 @@ def _check_spec(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> N
         )
 
 
-def _whole(spec: TensorSpec) -> SourceRange:
+def whole_range(spec: TensorSpec) -> SourceRange:
     return SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
 
 

@@ -196,16 +196,16 @@ def test_a_folder_whose_bytes_cannot_be_checked_is_refused(
 def test_checking_tells_bytes_done_and_in_all_and_ends_before_sending(
     hub: HubServer, output: Path
 ) -> None:
-    told: list[tuple[int, int]] = []
+    steps: list[tuple[int, int]] = []
     requests_at_end: list[int] = []
 
     @contextmanager
     def checking() -> Iterator[Callable[[int, int], None]]:
-        yield lambda done, total: told.append((done, total))
+        yield lambda done, total: steps.append((done, total))
         requests_at_end.append(len(hub.requests))
 
     push(output, REPO, checking=checking)
-    done, total = told[-1]
+    done, total = steps[-1]
     assert done == total == sum(spec.nbytes for spec in open_checkpoint(output).tensors.values())
     assert requests_at_end == [0]
 

@@ -405,7 +405,7 @@ case("nvfp4", "swapped dimensions", retype(f"{EXPERT}.up_proj.weight", "U8", [12
 case("fp8", "BF16 row scale", retype(f"{EXPERT}.up_proj.weight_scale", "BF16"), "tensors.dtype",
      where=f"{EXPERT}.up_proj.weight_scale")
 case("nvfp4", "FP32 norm", retype(NORM, "F32"), "tensors.dtype", where=NORM)
-case("nvfp4", "one expert left precise", dequantize_one_expert, "tensors.experts", *ENGINES,
+case("nvfp4", "one expert in high precision", dequantize_one_expert, "tensors.experts", *ENGINES,
      "config.ignore",
      where="model.layers.4.mlp.experts")
 case("nvfp4", "one expert gone", all_of(*(drop(f"{EXPERT}.gate_proj.{s}") for s in (

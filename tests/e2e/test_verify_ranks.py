@@ -1,4 +1,4 @@
-"""`verify` under torchrun: ranks share the reading, and are told what one process is told.
+"""`verify` under torchrun: ranks share the reading, and report what one process reports.
 
 Starting a process and importing torch takes longer than any case, so two launches, of two and of
 three ranks, go through all cases; tests then look at what each rank wrote down.
@@ -76,7 +76,7 @@ def folders(beam_nano: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def same_told(folders: dict[str, Path], source: Path) -> dict[str, Case]:
-    """Cases in which every rank must be told what one process is told."""
+    """Cases in which every rank must report what one process reports."""
     at = {name: str(path) for name, path in folders.items()}
     nano = str(source)
     return {
@@ -147,7 +147,7 @@ def launch(cases: dict[str, Case], world: int, root: Path, repo: Path) -> list[d
 
 @pytest.fixture(scope="module")
 def one(folders: dict[str, Path], beam_nano: Path) -> Callable[[str], dict[str, Any]]:
-    """What one process is told, in the words of a rank."""
+    """What one process reports, in the form of a rank's record."""
     cases = same_told(folders, beam_nano)
     found: dict[str, dict[str, Any]] = {}
 
@@ -205,8 +205,8 @@ def test_two_ranks_are_told_what_one_process_is(
     assert found["report"]["ok"] is (name in ("nvfp4", "fp8", "quick", "decoded"))
     if found["reads"]:
         assert all(rank[name]["reads"] for rank in two)
-        told = [rank[name]["steps"][0] for rank in two]
-        assert [sum(both) for both in zip(*told, strict=True)] == found["steps"][0]
+        steps = [rank[name]["steps"][0] for rank in two]
+        assert [sum(both) for both in zip(*steps, strict=True)] == found["steps"][0]
     asked = int(name not in ("cut", "structure") and "quick" not in name)
     assert (found["asked"], *(rank[name]["asked"] for rank in two)) == (asked, asked, 0)
 

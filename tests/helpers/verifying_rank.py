@@ -1,9 +1,9 @@
-"""One rank of a `verify` under test: runs cases in turn, and writes down what it was told and read.
+"""One rank of a `verify` under test: runs cases in turn, and records its report and its reads.
 
     python -m tests.helpers.verifying_rank CASES OUT
 
 CASES is a JSON list of cases, OUT becomes a line of JSON for each. The same `observe` in a process
-that is no rank gives what one process is told. Other libraries are left out: the second opinion is
+that is no rank gives what one process reports. Other libraries are left out: the second opinion is
 a double that counts how often it is asked, and contradicts.
 """
 
@@ -74,11 +74,11 @@ def observe(arguments: dict[str, Any], trouble: str | None = None) -> dict[str, 
         patch.setattr(verifying, "ask_second_opinion", opinion)
         if trouble in ("unreadable", "killed"):
             patch.setattr(Examiner, "examine", broken(trouble))
-        found = told_by_command(**arguments) if "line" in arguments else told(arguments, watch)
+        found = run_command(**arguments) if "line" in arguments else run_verify(arguments, watch)
     return {**found, "reads": watch.reads, "asked": watch.asked, "steps": watch.steps[-1:]}
 
 
-def told(arguments: dict[str, Any], watch: Watch) -> dict[str, Any]:
+def run_verify(arguments: dict[str, Any], watch: Watch) -> dict[str, Any]:
     try:
         report = verifying.verify(**arguments, progress=watch.step).to_dict()
     except Exception as fault:
@@ -87,7 +87,7 @@ def told(arguments: dict[str, Any], watch: Watch) -> dict[str, Any]:
     return {"report": json.loads(json.dumps(report))}
 
 
-def told_by_command(line: list[str]) -> dict[str, Any]:
+def run_command(line: list[str]) -> dict[str, Any]:
     out, errors, code = io.StringIO(), io.StringIO(), 0
     sys.argv = line
     with redirect_stdout(out), redirect_stderr(errors):

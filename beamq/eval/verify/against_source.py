@@ -34,7 +34,7 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.io.manifest import file_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.plan.layout import quantized_tensors
-from beamq.plan.sources import SourceRange, companion_files, map_sources, restored_name
+from beamq.plan.sources import SourceRange, companion_files, map_sources, restored_name, whole_range
 
 BF16_BYTES = 2
 OWN_KEYS = ("quantization_config", "dtype", "torch_dtype")  # config keys a conversion may change
@@ -133,7 +133,7 @@ def trace_source(
     targets = {each.source: each.target for each in companion_files(source.source)}
     _check_files(folder, source, targets, ledger)
     ranges = {role.name: found for role, found in mapping.found}
-    ranges |= {spec.name: _whole(spec) for spec in mapping.extra}
+    ranges |= {spec.name: whole_range(spec) for spec in mapping.extra}
     _check_accounted(inventory, ranges, len(mapping.dropped), ledger)
     return ranges
 
@@ -156,13 +156,9 @@ def trace_decoded(
     names = {each.source: restored_name(each) for each in companion_files(checkpoint.source)}
     targets = {name: target for name, target in names.items() if target is not None}
     _check_files(folder, checkpoint, targets, ledger)
-    ranges = {name: _whole(spec) for name, spec in source.tensors.items()}
+    ranges = {name: whole_range(spec) for name, spec in source.tensors.items()}
     _check_accounted(inventory, ranges, 0, ledger)
     return ranges
-
-
-def _whole(spec: TensorSpec) -> SourceRange:
-    return SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
 
 
 def _check_accounted(
@@ -198,8 +194,7 @@ def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Le
 def _check_files(
     folder: Folder, source: Checkpoint, targets: Mapping[str, str], ledger: Ledger
 ) -> None:
-    """Tokenizer, templates and the like equal the source's; `targets` maps names there to names
-    here."""
+    """Tokenizer, templates and the like. `targets` maps their names in the source to ours."""
     check = "source.files"
     ledger.examined(check, len(targets))
     for name, here in targets.items():

@@ -101,8 +101,7 @@ class Readers:
 
 
 def usable_manifest(folder: Folder, ledger: Ledger) -> Manifest | None:
-    """The manifest, if checksums can be compared with it. Those of files that are not shards are
-    compared here."""
+    """The manifest, if its checksums can be compared; those of other files are compared here."""
     manifest = folder.manifest
     reason = "no usable beamq.json; see manifest.present"
     if manifest is not None and manifest.shards:

@@ -99,8 +99,8 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
     tensors: dict[str, TensorSpec] = {}
     for spec in (spec for specs in shards.values() for spec in specs):
         if spec.name in tensors:
-            where = f"is stored twice, in {tensors[spec.name].file} and {spec.file}"
-            ledger.fault("files.index", spec.name, where)
+            files_of = f"{tensors[spec.name].file} and {spec.file}"
+            ledger.fault("files.index", spec.name, f"is stored twice, in {files_of}")
         tensors[spec.name] = spec
     hf = optional_json(root / HF_QUANT_NAME, "config.agreement", ledger)
     declared = raw_config.get("quantization_config") is not None or hf is not None
@@ -421,8 +421,7 @@ def _unknown(spec: TensorSpec, ledger: Ledger) -> None:
 
 
 def _check_experts(linears: Iterable[Linear], ledger: Ledger) -> None:
-    """Per layer: all experts are complete, and all or none quantized; engines ask for expert 0
-    only."""
+    """Each layer's experts are complete, and all or none quantized: engines look at expert 0."""
     check = "tensors.experts"
     by_layer: dict[int, list[Linear]] = {}
     for linear in linears:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     Decoder = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
-CHECK = "values.second-opinion"
+SECOND_OPINION = "values.second-opinion"
 ROWS = 64  # of each sampled linear
 TOLERANCE = 2.0**-21  # relative: two FP32 roundings on their side, one on ours
 
@@ -51,10 +51,10 @@ def ask_second_opinion(
 ) -> None:
     """Decode `ROWS` rows of up to `count` linears twice and compare."""
     if count <= 0:
-        ledger.skip("a sample of 0 was requested", CHECK)
+        ledger.skip("a sample of 0 was requested", SECOND_OPINION)
         return
     if not linears:
-        ledger.skip("no quantized linear is complete enough to decode", CHECK)
+        ledger.skip("no quantized linear is complete enough to decode", SECOND_OPINION)
         return
     fmt = linears[0].format  # a checkpoint of two formats fails elsewhere
     linears = [linear for linear in linears if linear.format == fmt]
@@ -64,7 +64,7 @@ def ask_second_opinion(
             warnings.simplefilter("ignore")  # these libraries warn about hardware at import
             decode = _modelopt_decoder() if fmt == NVFP4 else _compressed_tensors_decoder()
     except ImportError as fault:
-        ledger.skip(f"{package} cannot be imported ({fault})", CHECK)
+        ledger.skip(f"{package} cannot be imported ({fault})", SECOND_OPINION)
         return
     unit = f"linears, by {package} {metadata.version(package)}"
     for linear in choose_sample(linears, count):
@@ -73,12 +73,12 @@ def ask_second_opinion(
             scale = struct.unpack("<f", checkpoint.read(f"{linear.module}.weight_scale_2"))[0]
         if not SMALLEST_NORMAL <= scale <= LARGEST_GLOBAL:
             reason = f"cannot be decoded, because weight_scale_2 is {scale}"
-            ledger.fault(CHECK, linear.module, reason)
+            ledger.fault(SECOND_OPINION, linear.module, reason)
             continue
-        ledger.examined(CHECK, unit=unit)
+        ledger.examined(SECOND_OPINION, unit=unit)
         difference = _compare(checkpoint, linear, scale, decode)
         if difference:
-            ledger.fault(CHECK, linear.module, f"{package} {difference}")
+            ledger.fault(SECOND_OPINION, linear.module, f"{package} {difference}")
 
 
 def _compare(

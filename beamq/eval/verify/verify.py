@@ -34,8 +34,7 @@ from beamq.eval.verify.config_files import (
     declared_format,
 )
 from beamq.eval.verify.folder import Folder, check_scalars, read_folder, take_inventory
-from beamq.eval.verify.second_opinion import CHECK as OPINION
-from beamq.eval.verify.second_opinion import ask_second_opinion
+from beamq.eval.verify.second_opinion import SECOND_OPINION, ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, plan_items, read_all
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
@@ -214,12 +213,11 @@ class _Pass:
             return None
 
     def _ask_second_opinion(self, opened: Checkpoint, sample: int) -> None:
-        """The first rank asks, and the others take over its result: the libraries take seconds to
-        import."""
+        """The first rank asks for all, because importing the libraries takes seconds."""
         ranks, ledger = self.readers.ranks, self.ledger
         with ranks.agreeing():
             if ranks.first:
                 linears = [item.linear for item in self.items if item.linear is not None]
                 ask_second_opinion(opened, linears, sample, ledger)
-        states = ranks.gather(ledger.states[OPINION] if ranks.first else None)
-        ledger.states[OPINION] = states[0]
+        states = ranks.gather(ledger.states[SECOND_OPINION] if ranks.first else None)
+        ledger.states[SECOND_OPINION] = states[0]

@@ -34,8 +34,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj")
 ENGINES = ("vllm", "vllm-wide", "sglang")
 
 
-def stored(roles: frozenset[Role], precise_layers: tuple[int, ...] = ()) -> dict[str, bool]:
-    """What a checkpoint holds whose `roles` are quantized, except experts of `precise_layers`."""
+def stored(roles: frozenset[Role], kept_layers: tuple[int, ...] = ()) -> dict[str, bool]:
+    """What a checkpoint holds whose `roles` are quantized, except experts of `kept_layers`."""
     modules = {"lm_head": False, "model.embed_tokens": False}
     for layer, role in layer_units(CONFIG):
         prefix = f"model.layers.{layer}"
@@ -47,7 +47,7 @@ def stored(roles: frozenset[Role], precise_layers: tuple[int, ...] = ()) -> dict
             if role is Role.EXPERT:
                 stems = [f"{prefix}.mlp.experts.{e}" for e in range(CONFIG.num_experts)]
             names = [f"{stem}.{name}" for stem in stems for name in ups]
-        quantized = role in roles and not (role is Role.EXPERT and layer in precise_layers)
+        quantized = role in roles and not (role is Role.EXPERT and layer in kept_layers)
         modules |= dict.fromkeys(names, quantized)
     return modules
 
@@ -103,7 +103,7 @@ MODELOPT_ROWS = {
         EXPERTS, "mismatch", "mismatch"),
     "regex": (
         [*BASE, r"re:.*\.self_attn\..*"], EXPERTS_MLP, "mismatch", "mismatch"),
-    "router glob beside quantized dense MLPs": (
+    "router glob with quantized dense MLPs": (
         ["lm_head", "*.mlp.gate*", "*.self_attn.*"], EXPERTS_MLP, "ok", "mismatch"),
     "no lm_head": (
         [e for e in BASE if e != "lm_head"], ALL_ROLES, "mismatch", "mismatch"),
@@ -125,9 +125,9 @@ def test_modelopt_row(row: str) -> None:
     assert (seen["vllm"], seen["sglang"]) == (vllm, sglang)
 
 
-def test_one_layer_of_experts_left_precise() -> None:
+def test_one_layer_of_experts_kept() -> None:
     block = modelopt(["lm_head", "model.layers.7.mlp.experts*"])
-    holds = stored(ALL_ROLES, precise_layers=(7,))
+    holds = stored(ALL_ROLES, kept_layers=(7,))
     assert {outcome(view, holds) for view in views(block).values()} == {"ok"}
     spoiled = holds | {"model.layers.7.mlp.experts.5.up_proj": True}
     found = mismatches(views(block)["sglang"], spoiled)
@@ -198,9 +198,9 @@ def test_compressed_tensors_row(row: str) -> None:
     assert (seen["vllm"], seen["sglang"]) == (vllm, sglang)
 
 
-def test_one_layer_of_experts_left_precise_by_pattern() -> None:
+def test_one_layer_of_experts_kept_by_pattern() -> None:
     block = fp8([*FP8_BASE, r"re:model\.layers\.7\.mlp\.experts.*"])
-    holds = stored(ALL_ROLES, precise_layers=(7,))
+    holds = stored(ALL_ROLES, kept_layers=(7,))
     assert {outcome(view, holds) for view in views(block).values()} == {"ok"}
 
 
@@ -229,20 +229,20 @@ def test_sglang_suffix_and_fused_name_rules() -> None:
 
 def recipes() -> Iterator[tuple[str, frozenset[Role], tuple[int, ...]]]:
     for roles in (EXPERTS, EXPERTS_MLP, ALL_ROLES, frozenset({Role.DENSE_MLP})):
-        for precise in ((), (3,), (4, 7)):
-            yield f"{'+'.join(sorted(roles))} without {precise}", roles, precise
+        for kept in ((), (3,), (4, 7)):
+            yield f"{'+'.join(sorted(roles))} without {kept}", roles, kept
 
 
-@pytest.mark.parametrize(("_name", "roles", "precise"), recipes())
+@pytest.mark.parametrize(("_name", "roles", "kept"), recipes())
 def test_the_lists_beamq_writes_are_read_alike(
-    _name: str, roles: frozenset[Role], precise: tuple[int, ...]
+    _name: str, roles: frozenset[Role], kept: tuple[int, ...]
 ) -> None:
     units = {
         (layer, role)
         for layer, role in layer_units(CONFIG)
-        if role in roles and not (role is Role.EXPERT and layer in precise)
+        if role in roles and not (role is Role.EXPERT and layer in kept)
     }
-    holds = stored(roles, precise)
+    holds = stored(roles, kept)
     nvfp4 = modelopt(modelopt_ignore(CONFIG, units, ()))
     eight = fp8(compressed_tensors_ignore(CONFIG, units, ()))
     for block in (nvfp4, eight):
