@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from beamq.eval.compare.metrics import Estimate, LayerError
 from beamq.eval.compare.records import Candidate, Comparison
 from beamq.eval.compare.sensitivity import NAMES, Sensitivity
 from beamq.units import show_bytes
@@ -110,7 +111,7 @@ def of_sensitivity(found: Sensitivity) -> list[Chart]:
             "parts",
             "What each part costs alone",
             "Mean KLD from the source with one part quantized, by layer.",
-            lambda axes: _by_layer(axes, found),
+            lambda axes: _parts(axes, found),
         ),
         _chart(
             "curve",
@@ -181,30 +182,27 @@ def _whole_numbers(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
+def _by_layer(
+    axes: Axes, candidates: Sequence[Candidate], figure: Callable[[LayerError], Estimate | None]
+) -> None:
+    """A line for each candidate: a figure of every layer that has it, in percent."""
+    series = []
+    for candidate in candidates:
+        found = [(layer.layer, figure(layer)) for layer in candidate.layers]
+        points = [(layer, 100 * each.value) for layer, each in found if each is not None]
+        layers, values = (list(each) for each in zip(*points, strict=True))
+        series.append((candidate.model.name, layers, values))
+    _lines(axes, series)
+
+
 def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
-    _lines(
-        axes,
-        [
-            (
-                candidate.model.name,
-                [layer.layer for layer in candidate.layers],
-                [100 * layer.relative_error.value for layer in candidate.layers],
-            )
-            for candidate in candidates
-        ],
-    )
+    _by_layer(axes, candidates, lambda layer: layer.relative_error)
     axes.set_ylabel("error, %")
     axes.set_ylim(bottom=0)
 
 
 def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
-    series = []
-    for candidate in candidates:
-        found = [(each.layer, each.expert_overlap) for each in candidate.layers]
-        points = [(layer, 100 * overlap.value) for layer, overlap in found if overlap is not None]
-        layers, values = (list(each) for each in zip(*points, strict=True))
-        series.append((candidate.model.name, layers, values))
-    _lines(axes, series)
+    _by_layer(axes, candidates, lambda layer: layer.expert_overlap)
     axes.set_ylabel("experts in common, %")
     axes.set_ylim(top=100.2)
 
@@ -254,7 +252,7 @@ def _short(name: str) -> str:
     return (name if len(name) <= 24 else f"{name[:23]}…").lstrip("_") or "?"
 
 
-def _by_layer(axes: Axes, found: Sensitivity) -> None:
+def _parts(axes: Axes, found: Sensitivity) -> None:
     series = []
     for role, name in NAMES.items():
         own = [part for part in found.parts if part.part is role]

@@ -89,15 +89,19 @@ def write_report_files(folder: str | Path, texts: Mapping[str, str]) -> Path:
     return target
 
 
-def page(template: str, drawn: Sequence[charts.Chart], **values: Any) -> str:
-    """A page of `templates/`; strings are escaped, tables and drawings are markup already."""
+def page(template: str, **values: Any) -> str:
+    """A page of `templates/`. HTML escapes strings; Markdown escapes them by `inline`."""
     from jinja2 import Environment, FunctionLoader  # only where a report is written
 
     def source(name: str) -> str:
         return resources.files("beamq.report").joinpath(f"templates/{name}").read_text("utf-8")
 
-    pages = Environment(loader=FunctionLoader(source), autoescape=True, trim_blocks=True)
-    return pages.get_template(template).render(html=html, charts=drawn, **values)
+    escaped = template.endswith(".html")
+    pages = Environment(loader=FunctionLoader(source), autoescape=escaped, trim_blocks=True)
+    drawn = pages.get_template(template).render(
+        html=html, inline=inline, markdown=markdown, **values
+    )
+    return drawn.rstrip() + "\n"
 
 
 # --- a comparison -----------------------------------------------------------------------------
@@ -105,42 +109,43 @@ def page(template: str, drawn: Sequence[charts.Chart], **values: Any) -> str:
 
 def report_html(comparison: Comparison) -> str:
     """The report as one HTML page."""
-    return page(
-        "report.html",
-        charts.of_comparison(comparison),
-        title=title(comparison),
-        text_line=tables.text_line(comparison),
-        text_notes=comparison.data["notes"],
-        candidates=comparison.candidates,
-        caveat=CAVEAT,
-        summary=tables.summary(comparison.source, comparison.candidates),
-        damage_note=DAMAGE_NOTE,
-        linears_note=LINEARS_NOTE,
-        details=[_details(candidate) for candidate in comparison.candidates],
-        memory=_memory(comparison),
-        settings=comparison.settings,
-        seconds=show_seconds(comparison.seconds),
-    )
+    return page("report.html", charts=charts.of_comparison(comparison), **_values(comparison))
 
 
-def title(comparison: Comparison) -> str:
-    """`nvfp4 and fp8 compared with beam-nano`."""
+def report_markdown(comparison: Comparison) -> str:
+    """The report as GitHub's Markdown."""
+    return page("report.md", **_values(comparison))
+
+
+def _values(comparison: Comparison) -> dict[str, Any]:
+    """What the pages of a comparison show."""
     names = listed([candidate.model.name for candidate in comparison.candidates])
-    return f"{names} compared with {comparison.source.name}"
-
-
-def _details(candidate: Candidate) -> dict[str, Any]:
-    whole, shown = tables.damage(candidate), tables.damage(candidate, SHOWN_LAYERS)
     return {
-        "name": candidate.model.name,
-        "damage": shown,
-        "more_damage": whole if len(whole.rows) > len(shown.rows) else Table(),
-        "linears": tables.linears(candidate),
+        "title": f"{names} compared with {comparison.source.name}",
+        "text_line": tables.text_line(comparison),
+        "text_notes": comparison.data["notes"],
+        "candidates": comparison.candidates,
+        "caveat": CAVEAT,
+        "summary": tables.summary(comparison.source, comparison.candidates),
+        "damage_note": DAMAGE_NOTE,
+        "linears_note": LINEARS_NOTE,
+        "details": [
+            {
+                "name": candidate.model.name,
+                "damage": tables.damage(candidate, SHOWN_LAYERS),
+                "all_damage": tables.damage(candidate),
+                "linears": tables.linears(candidate),
+            }
+            for candidate in comparison.candidates
+        ],
+        "memory": [
+            tables.sizes(comparison),
+            tables.per_gpu(comparison),
+            tables.newly_fitting(comparison),
+        ],
+        "settings": comparison.settings,
+        "seconds": show_seconds(comparison.seconds),
     }
-
-
-def _memory(comparison: Comparison) -> list[Table]:
-    return [tables.sizes(comparison), tables.per_gpu(comparison), tables.newly_fitting(comparison)]
 
 
 def write_report(comparison: Comparison, folder: str | Path) -> Path:
@@ -168,46 +173,24 @@ def card_section(comparison: Comparison, candidate: Candidate) -> str:
     return "\n\n".join(parts)
 
 
-def report_markdown(comparison: Comparison) -> str:
-    """The report as GitHub's Markdown."""
-    parts = [f"# {inline(title(comparison))}", inline(tables.text_line(comparison))]
-    parts += [f"Note: {inline(note)}." for note in comparison.data["notes"]]
-    parts.append("## Is it safe to serve?")
-    for candidate in comparison.candidates:
-        parts += [
-            f"### {inline(candidate.model.name)}",
-            f"**{inline(candidate.verdict.headline)}**",
-            inline(candidate.verdict.text),
-            *(f"Note: {inline(note)}." for note in candidate.notes),
-        ]
-    parts += [CAVEAT, "## Accuracy"]
-    parts += _section([tables.summary(comparison.source, comparison.candidates)])
-    parts += ["## Which layers hurt, and what would keeping them in BF16 cost?", DAMAGE_NOTE]
-    parts += _section([tables.damage(each, SHOWN_LAYERS) for each in comparison.candidates])
-    parts += ["## Linears with the largest error", LINEARS_NOTE]
-    parts += _section([tables.linears(each) for each in comparison.candidates])
-    parts += ["## Memory", *_section(_memory(comparison))]
-    return "\n\n".join(parts) + "\n"
-
-
-def _section(found: Sequence[Table]) -> list[str]:
-    parts = []
-    for table in found:
-        if table.rows:
-            parts += [f"{inline(table.title)}:", markdown(table)]
-    return parts
-
-
 # --- a sensitivity ----------------------------------------------------------------------------
 
 
 def write_sensitivity(found: Sensitivity, choice: Choice | None, folder: str | Path) -> Path:
     """Write all three and return the path of the HTML. Raises `DiskError`."""
     data = {**found.to_dict(), "choice": None if choice is None else choice.to_dict()}
+    values = {
+        "title": f"Sensitivity of {found.checkpoint}",
+        "lines": [headline(found), text_line(found)],
+        "choice": None if choice is None else choice_line(choice),
+        "charts": charts.of_sensitivity(found),
+        "tables": [parts_table(found), curve_table(found)],
+        "settings": found.settings,
+    }
     texts = {
         "sensitivity.json": json.dumps(data, indent=1, allow_nan=False) + "\n",
-        "sensitivity.md": _markdown(found, choice),
-        "sensitivity.html": _html(found, choice),
+        "sensitivity.md": page("sensitivity.md", **values),
+        "sensitivity.html": page("sensitivity.html", **values),
     }
     return write_report_files(folder, texts) / "sensitivity.html"
 
@@ -296,25 +279,4 @@ def text_line(found: Sensitivity) -> str:
         f"{data['tokens']:,} tokens ({counted(data['samples'], 'row')} of"
         f" {data['sequence_length']:,}) of {data['description']}; activations in"
         f" {settings['dtype']}, GEMM {settings['gemm']}."
-    )
-
-
-def _markdown(found: Sensitivity, choice: Choice | None) -> str:
-    parts = [f"# Sensitivity of {found.checkpoint}", headline(found), text_line(found)]
-    if choice is not None:
-        parts.append(choice_line(choice))
-    for table in (parts_table(found), curve_table(found)):
-        parts += [f"## {table.title}", markdown(table)]
-    return "\n\n".join(parts) + "\n"
-
-
-def _html(found: Sensitivity, choice: Choice | None) -> str:
-    return page(
-        "sensitivity.html",
-        charts.of_sensitivity(found),
-        title=f"Sensitivity of {found.checkpoint}",
-        lines=[headline(found), text_line(found)],
-        choice=None if choice is None else choice_line(choice),
-        tables=[parts_table(found), curve_table(found)],
-        settings=found.settings,
     )

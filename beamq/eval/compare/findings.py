@@ -15,7 +15,7 @@ the same parts. A file cannot loosen the bounds of a built-in name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from beamq.beam.tensors import Role, classify
@@ -145,15 +145,46 @@ def _closest(fmt: str, roles: frozenset[Role]) -> Recipe:
 
 def breaches(findings: Findings, bounds: Bounds) -> tuple[Breach, ...]:
     """Everything out of bounds, in the order of `MEASURES`."""
-    checks = (
-        _finite(findings.divergence),
-        _kld(findings.divergence, bounds.mean_kld),
-        _top(findings.divergence, bounds.same_top),
-        _router(findings, bounds.router_overlap),
-        _linears(findings, bounds.weight_error),
-        _unquantized(findings.not_the_sources),
-    )
-    return tuple(breach for breach in checks if breach is not None)
+    return tuple(_breaches(findings, bounds))
+
+
+def _breaches(findings: Findings, bounds: Bounds) -> Iterator[Breach]:
+    seen = findings.divergence
+    kld, top = seen.mean_kld.value, seen.same_top.value
+    if seen.not_finite:
+        text = f"logits of {seen.not_finite:,} of {seen.tokens:,} tokens are not finite"
+        yield Breach(measure="finite", text=text)
+    elif bounds.mean_kld is not None and not kld <= bounds.mean_kld:
+        text = f"mean KLD {kld:.4f} nats, at most {bounds.mean_kld:g} expected"
+        yield Breach(measure="mean_kld", text=text)
+    if bounds.same_top is not None and not top >= bounds.same_top:
+        text = f"same top token {top:.1%}, at least {bounds.same_top:.1%} expected"
+        yield Breach(measure="same_top", text=text)
+    low = [
+        (layer.layer, layer.expert_overlap.value)
+        for layer in findings.layers
+        if layer.expert_overlap and layer.expert_overlap.value < (bounds.router_overlap or 0.0)
+    ]
+    if low:
+        layer, overlap = low[0]
+        text = (
+            f"layer {layer}{_more(low)}: routers choose {overlap:.1%} of the same experts, at least"
+            f" {bounds.router_overlap:.1%} expected"
+        )
+        yield Breach(measure="router_overlap", text=text, layer=_cause(findings, layer))
+    limit = bounds.weight_error
+    bad = [
+        each for each in findings.linears if limit is not None and not each.relative_rms <= limit
+    ]
+    if bad:
+        text = (
+            f"{bad[0].module}{_more(bad)}: error {bad[0].relative_rms:.3f} of the source's RMS, at"
+            f" most {limit:g} expected"
+        )
+        yield Breach(measure="weight_error", text=text, layer=bad[0].layer)
+    if names := findings.not_the_sources:
+        text = f"{names[0]}{_more(names)}: not quantized, yet different from the source's"
+        yield Breach(measure="unquantized", text=text, layer=classify(names[0]).layer)
 
 
 def parting_layer(findings: Findings, found: tuple[Breach, ...]) -> int | None:
@@ -169,48 +200,6 @@ def parting_layer(findings: Findings, found: tuple[Breach, ...]) -> int | None:
     return min(named or jumps, default=None)
 
 
-def _finite(divergence: Divergence) -> Breach | None:
-    if not divergence.not_finite:
-        return None
-    return Breach(
-        measure="finite",
-        text=f"logits of {divergence.not_finite:,} of {divergence.tokens:,} tokens are not finite",
-    )
-
-
-def _kld(divergence: Divergence, limit: float | None) -> Breach | None:
-    found = divergence.mean_kld.value
-    if limit is None or found <= limit or divergence.not_finite:
-        return None
-    return Breach(measure="mean_kld", text=f"mean KLD {found:.4f} nats, at most {limit:g} expected")
-
-
-def _top(divergence: Divergence, limit: float | None) -> Breach | None:
-    found = divergence.same_top.value
-    if limit is None or found >= limit:
-        return None
-    return Breach(
-        measure="same_top", text=f"same top token {found:.1%}, at least {limit:.1%} expected"
-    )
-
-
-def _router(findings: Findings, limit: float | None) -> Breach | None:
-    low = [
-        (layer.layer, layer.expert_overlap.value)
-        for layer in findings.layers
-        if limit is not None and layer.expert_overlap and layer.expert_overlap.value < limit
-    ]
-    if not low:
-        return None
-    layer, found = low[0]
-    return Breach(
-        measure="router_overlap",
-        text=f"layer {layer}{_more(low)}: routers choose {found:.1%} of the same experts, at least"
-        f" {limit:.1%} expected",
-        layer=_cause(findings, layer),
-    )
-
-
 def _cause(findings: Findings, router_layer: int) -> int:
     """The layer to blame for a router's choices: its own where the router is not the source's, else
     the one before it that adds the most error."""
@@ -219,31 +208,6 @@ def _cause(findings: Findings, router_layer: int) -> int:
         return router_layer
     before = [each for each in findings.layers if each.layer < router_layer and each.added > 0]
     return max(before, key=lambda layer: layer.added).layer if before else router_layer
-
-
-def _linears(findings: Findings, limit: float | None) -> Breach | None:
-    bad = [
-        each for each in findings.linears if limit is not None and not each.relative_rms <= limit
-    ]
-    if not bad:
-        return None
-    first = bad[0]
-    return Breach(
-        measure="weight_error",
-        text=f"{first.module}{_more(bad)}: error {first.relative_rms:.3f} of the source's RMS, at"
-        f" most {limit:g} expected",
-        layer=first.layer,
-    )
-
-
-def _unquantized(names: Sequence[str]) -> Breach | None:
-    if not names:
-        return None
-    return Breach(
-        measure="unquantized",
-        text=f"{names[0]}{_more(names)}: not quantized, yet different from the source's",
-        layer=classify(names[0]).layer,
-    )
 
 
 def _more(found: Sequence[object]) -> str:

@@ -23,7 +23,7 @@ context; here every position counts, for perplexity and Δp every one that a tok
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -343,46 +343,28 @@ class RouteRecorder(Observer):
         return chosen
 
 
-class Powers:
-    """Noise and signal of every token after one layer, collected batch by batch."""
-
-    def __init__(self) -> None:
-        self._noise: list[torch.Tensor] = []
-        self._signal: list[torch.Tensor] = []
-
-    def add(self, base_TK: torch.Tensor, other_TK: torch.Tensor) -> None:
-        """Add one batch's hidden states."""
-        step = max(1, LAYER_CHUNK_ELEMENTS // base_TK.shape[1])
-        for start in range(0, base_TK.shape[0], step):
-            signal_TK = base_TK[start : start + step].float()
-            noise_TK = other_TK[start : start + step].float() - signal_TK
-            self._noise.append(_power(noise_TK).cpu())
-            self._signal.append(_power(signal_TK).cpu())
-
-    def relative(self) -> Estimate:
-        """sqrt(noise / signal) over all tokens."""
-        return root_of_ratio(
-            torch.cat(self._noise).numpy(),
-            torch.cat(self._signal).numpy(),
-        )
-
-
-def _power(x_TK: torch.Tensor) -> torch.Tensor:
-    """|x|^2 of each token: an FP32 norm, which is accurate enough, squared in FP64."""
-    norm_T: torch.Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
-    return norm_T.double().square()
-
-
 def layer_error(
     layer: int,
-    powers: Powers,
+    states: Iterable[tuple[torch.Tensor, torch.Tensor]],
     before: float,
     base: Sequence[torch.Tensor] = (),
     other: Sequence[torch.Tensor] = (),
 ) -> LayerError:
-    """`before` is the squared relative error after the previous layer; `base` and `other` are both
-    routers' choices [T, k] in all batches, empty for a dense layer."""
-    relative = powers.relative()
+    """One layer's error, from the hidden states [T, K] of source and candidate in all batches.
+
+    `before` is the squared relative error after the previous layer; `base` and `other` are both
+    routers' choices [T, k] in all batches, empty for a dense layer.
+    """
+    noise: list[torch.Tensor] = []
+    signal: list[torch.Tensor] = []
+    for base_TK, other_TK in states:
+        step = max(1, LAYER_CHUNK_ELEMENTS // base_TK.shape[1])
+        for start in range(0, base_TK.shape[0], step):
+            signal_TK = base_TK[start : start + step].float()
+            noise_TK = other_TK[start : start + step].float() - signal_TK
+            noise.append(_power(noise_TK).cpu())
+            signal.append(_power(signal_TK).cpu())
+    relative = root_of_ratio(torch.cat(noise).numpy(), torch.cat(signal).numpy())
     square = relative.value**2
     share_T = _overlap(base, other) if base else None
     return LayerError(
@@ -393,6 +375,12 @@ def layer_error(
         same_experts=None if share_T is None else mean(share_T == 1.0),
         expert_overlap=None if share_T is None else mean(share_T),
     )
+
+
+def _power(x_TK: torch.Tensor) -> torch.Tensor:
+    """|x|^2 of each token: an FP32 norm, which is accurate enough, squared in FP64."""
+    norm_T: torch.Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
+    return norm_T.double().square()
 
 
 def sqnr_db(noise_to_signal: float) -> float | None:

@@ -41,7 +41,6 @@ from beamq.eval.compare.findings import Findings, Gathered, of_all_ranks
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import (
     CHUNK_ELEMENTS,
-    Powers,
     RouteRecorder,
     TokenScores,
     layer_error,
@@ -413,11 +412,10 @@ class _SideBySide:
         base_chosen: Sequence[torch.Tensor],
     ) -> None:
         candidate = self.candidates[place - 1]
-        powers = Powers()
-        for number in range(len(self._rows)):
-            powers.add(self._passes[0].states.get(number), self._passes[place].states.get(number))
+        ours, theirs = self._passes[0].states, self._passes[place].states
+        states = ((ours.get(n), theirs.get(n)) for n in range(len(self._rows)))
         chosen = candidate.routes.take()
-        candidate.layers.append(layer_error(index, powers, candidate.square, base_chosen, chosen))
+        candidate.layers.append(layer_error(index, states, candidate.square, base_chosen, chosen))
         candidate.linears += weight_errors(base, weights, self._config)
         candidate.not_the_sources += changed_tensors(base, weights)
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from beamq.eval.compare.metrics import (
     Divergence,
     Estimate,
-    Powers,
     TokenScores,
     layer_error,
     mean,
@@ -191,11 +190,9 @@ def test_noise_powers_add_up_over_layers() -> None:
     noise = [0.1 * torch.randn(50, 16, generator=generator) for _ in range(2)]
     errors = []
     for layer, other in enumerate((h + noise[0], h + noise[0] + noise[1])):
-        powers = Powers()
-        for rows in (slice(0, 30), slice(30, 50)):
-            powers.add(h[rows], other[rows])
+        states = [(h[rows], other[rows]) for rows in (slice(0, 30), slice(30, 50))]
         before = errors[-1].relative_error.value ** 2 if errors else 0.0
-        errors.append(layer_error(layer, powers, before))
+        errors.append(layer_error(layer, states, before))
     last = (noise[0] + noise[1]).norm() / h.norm()
     assert errors[1].relative_error.value == pytest.approx(last.item(), rel=1e-5)
     assert errors[1].sqnr_db == pytest.approx(-20 * math.log10(last.item()), rel=1e-5)
@@ -205,12 +202,11 @@ def test_noise_powers_add_up_over_layers() -> None:
 def test_router_agreement_ignores_order() -> None:
     base = [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])]
     other = [torch.tensor([[2, 1], [3, 9]]), torch.tensor([[7, 8]])]
-    powers = Powers()
-    powers.add(torch.ones(3, 4), torch.ones(3, 4))
-    found = layer_error(3, powers, 0.0, base, other)
+    states = [(torch.ones(3, 4), torch.ones(3, 4))]
+    found = layer_error(3, states, 0.0, base, other)
     assert found.same_experts is not None
     assert found.expert_overlap is not None
     assert found.same_experts.value == pytest.approx(1 / 3)
     assert found.expert_overlap.value == pytest.approx(0.5)
-    dense = layer_error(0, powers, 0.0)
+    dense = layer_error(0, states, 0.0)
     assert (dense.same_experts, dense.expert_overlap) == (None, None)
