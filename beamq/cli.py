@@ -27,18 +27,7 @@ from beamq.errors import Interrupted, UsageError
 from beamq.version import __version__
 
 GC_THRESHOLDS = (200_000, 50, 100)
-COMMANDS = (
-    plan,
-    calibrate,
-    quantize,
-    verify,
-    compare,
-    sensitivity,
-    inspect,
-    dequantize,
-    push,
-    doctor,
-)
+ORDER = (plan, calibrate, quantize, verify, compare, sensitivity, inspect, dequantize, push, doctor)
 
 
 class Commands(TyperGroup):
@@ -85,7 +74,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in COMMANDS:
+for command in ORDER:
     app.command()(command)
 
 

@@ -44,8 +44,9 @@ class Flag:
     after: str | None = None
 
 
-def option(default: Any, flag: Flag) -> Any:
-    """A dataclass field with a default and a flag."""
+def option(default: Any, flag: Flag | str, **how: Any) -> Any:
+    """A dataclass field with a default and a flag, or the help text and other fields of one."""
+    flag = Flag(flag, **how) if isinstance(flag, str) else flag
     return field(default=default, metadata={FLAG: flag})
 
 

@@ -12,7 +12,7 @@ import typer
 from beamq.calib.options import CalibrationOptions
 from beamq.commands.options import command
 from beamq.errors import UsageError
-from beamq.options import Flag, option
+from beamq.options import option
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -27,21 +27,18 @@ class MergeOptions:
     """Flags of `beamq calibrate` that the library does not have."""
 
     percentile: float | None = option(
-        None, Flag("Ignored: percentiles are no longer recorded.", type=float, after="experts")
+        None, "Ignored: percentiles are no longer recorded.", type=float, after="experts"
     )
     second_moments: bool = option(
-        False, Flag("Ignored: second moments are no longer recorded.", after="percentile")
+        False, "Ignored: second moments are no longer recorded.", after="percentile"
     )
     merge: bool = option(
         False,
-        Flag(
-            "Merge statistics of one model that were made on different data.",
-            after="max_device_memory",
-        ),
+        "Merge statistics of one model that were made on different data.",
+        after="max_device_memory",
     )
     output: Path | None = option(
-        None,
-        Flag("With --merge: the file to write.", short="-o", type=Path, after="merge"),
+        None, "With --merge: the file to write.", short="-o", type=Path, after="merge"
     )
 
 
@@ -154,7 +151,6 @@ def start_blocks(setup: CalibrationSetup) -> list[Block]:
 
 def coverage_blocks(stats: CalibrationStats) -> list[Block]:
     """The table of `Coverage.lines`, and which sequences were left out."""
-
     from beamq.calib.input_scales import coverage, remarks  # numpy, only where a table is shown
     from beamq.report.tables import Table
 

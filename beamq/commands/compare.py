@@ -33,7 +33,7 @@ class CompareFiles:
     """What `beamq compare` writes."""
 
     write_card: bool = option(
-        False, Flag("Write each checkpoint's figures into its README.md.", after="seed")
+        False, "Write each checkpoint's figures into its README.md.", after="seed"
     )
     report: Path | None = option(None, REPORT)
 
@@ -95,29 +95,24 @@ class SensitivityChoice:
 
     report: Path | None = option(None, REPORT)
     write_recipe: Path | None = option(
-        None, Flag("Write that choice as a recipe.", metavar="FILE", type=Path, after="seed")
+        None, "Write that choice as a recipe.", metavar="FILE", type=Path, after="seed"
     )
     target_bits: float | None = option(
-        None,
-        Flag("Keep as many as B bits per weight allow.", metavar="B", type=float, after="seed"),
+        None, "Keep as many as B bits per weight allow.", metavar="B", type=float, after="seed"
     )
     max_kl: float | None = option(
         None,
-        Flag(
-            "Keep as few as bring the predicted KL down to X nats.",
-            metavar="X",
-            type=float,
-            after="seed",
-        ),
+        "Keep as few as bring the predicted KL down to X nats.",
+        metavar="X",
+        type=float,
+        after="seed",
     )
     exclude_worst: int | None = option(
         None,
-        Flag(
-            "Keep the N parts that cost most in high precision.",
-            metavar="N",
-            type=int,
-            after="seed",
-        ),
+        "Keep the N parts that cost most in high precision.",
+        metavar="N",
+        type=int,
+        after="seed",
     )
 
     def check(self) -> None:
@@ -208,7 +203,6 @@ NAME_WIDTH, CELL_WIDTH = 17, 28  # of a folder's name, and of a linear's
 
 def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool) -> list[Block]:
     """Verdicts first, then the figures that they depend on; `verbose` shows all."""
-
     from beamq.eval.compare.verdict import CAVEAT
     from beamq.report import tables
 

@@ -122,7 +122,6 @@ def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict
 
 def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> list[Block]:
     """The result table and what to do next."""
-
     from beamq.report.console import Command
     from beamq.report.tables import Table, format_name
 
@@ -174,7 +173,6 @@ def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def dequantize_blocks(result: DequantizeResult) -> list[Block]:
     """The result table."""
-
     from beamq.report.tables import Table
 
     rows = (

@@ -171,7 +171,6 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
 
 def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
     """A table for each kind of device; devices of one name share it."""
-
     from beamq.report.tables import Table
 
     if gemm is None:

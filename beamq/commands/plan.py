@@ -25,7 +25,7 @@ from beamq.convert.options import (
     ConvertOptions,
 )
 from beamq.errors import counted
-from beamq.options import Flag, option
+from beamq.options import option
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -44,17 +44,12 @@ class PlanOptions:
     recipe: str = option("nvfp4", RECIPE)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
-    gpu: str | None = option(
-        None, Flag("Show one machine in full, such as h200:8.", metavar="NAME[:N]")
-    )
+    gpu: str | None = option(None, "Show one machine in full, such as h200:8.", metavar="NAME[:N]")
     context: int | None = option(
-        None,
-        Flag(
-            "Length of a sequence in tokens.", type=int, at_least=1, shown="131072 or the model's"
-        ),
+        None, "Length of a sequence in tokens.", type=int, at_least=1, shown="131072 or the model's"
     )
     output: Path | None = option(
-        None, Flag("Where the output would be written.", type=Path, shown="this folder")
+        None, "Where the output would be written.", type=Path, shown="this folder"
     )
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
@@ -170,7 +165,6 @@ def needs_data(plan: Plan, folder: Path, options: PlanOptions | ConvertOptions) 
     (shards on disk at a time, part of disk_bytes) and least_cache_bytes (what --cache-budget must
     be at least).
     """
-
     from beamq.convert.output import disk_nbytes, fetched_nbytes, free_nbytes
     from beamq.convert.resources import default_workers, predicted_host_nbytes
     from beamq.io.shard_cache import largest_job, traffic_nbytes
@@ -238,7 +232,6 @@ def _role_table(plan: Plan) -> Table:
 
 def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list[Block]:
     """What each pattern matched and did, then the modules by name."""
-
     from beamq.report.tables import Table
 
     rows = []

@@ -9,7 +9,7 @@ import typer
 
 from beamq.commands.options import Checkpoint, command
 from beamq.errors import UsageError, counted
-from beamq.options import Flag, option
+from beamq.options import option
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class PushOptions:
     """Where to push, and whether to."""
 
-    private: bool = option(False, Flag("Create a private repository; refuse a public one."))
-    revision: str | None = option(None, Flag("Branch to push to.", shown="main"))
-    dry_run: bool = option(False, Flag("Check and list the files, but send nothing."))
+    private: bool = option(False, "Create a private repository; refuse a public one.")
+    revision: str | None = option(None, "Branch to push to.", shown="main")
+    dry_run: bool = option(False, "Check and list the files, but send nothing.")
 
 
 @command()
@@ -78,7 +78,6 @@ def push(
 
 def push_blocks(result: PushResult) -> list[Block]:
     """The files of a dry run; what was sent otherwise."""
-
     from beamq.report.tables import Table
 
     total = f"{counted(len(result.files), 'file')}, {show_bytes(result.nbytes)}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from beamq.commands.options import Checkpoint, command
 from beamq.convert.options import WORKERS
 from beamq.errors import UsageError, counted
-from beamq.options import Flag, option
+from beamq.options import option
 from beamq.units import show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
@@ -21,17 +21,13 @@ if TYPE_CHECKING:
 class VerifyOptions:
     """How far to check."""
 
-    source: str | None = option(
-        None, Flag("The checkpoint's source; every value is compared with it.")
-    )
+    source: str | None = option(None, "The checkpoint's source; every value is compared with it.")
     level: Literal["structure", "tensors", "forward"] = option(
         "tensors",
-        Flag(
-            "structure: headers; tensors: every byte; forward: also run it and --source.",
-            choices=("structure", "tensors", "forward"),
-        ),
+        "structure: headers; tensors: every byte; forward: also run it and --source.",
+        choices=("structure", "tensors", "forward"),
     )
-    quick: bool = option(False, Flag("Only compare every byte with the checksums in beamq.json."))
+    quick: bool = option(False, "Only compare every byte with the checksums in beamq.json.")
     workers: int | None = option(None, WORKERS)
 
 

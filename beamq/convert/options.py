@@ -70,13 +70,11 @@ class ConvertOptions:
     recipe: str | Recipe = option("nvfp4", RECIPE)
     calibration: str | Path | None = option(
         None,
-        Flag(
-            "Statistics file for NVFP4 input scales; nvfp4-gptq takes none.",
-            metavar="STATS",
-            type=Path,
-        ),
+        "Statistics file for NVFP4 input scales; nvfp4-gptq takes none.",
+        metavar="STATS",
+        type=Path,
     )
-    no_calibration: bool = option(False, Flag("Set all NVFP4 input scales to 1.0 instead."))
+    no_calibration: bool = option(False, "Set all NVFP4 input scales to 1.0 instead.")
     data: Sequence[str] = option((), DATA)
     samples: int | None = option(None, SAMPLES)
     sequence_length: int | None = option(None, SEQUENCE_LENGTH)
@@ -87,16 +85,14 @@ class ConvertOptions:
     max_device_memory: int | None = option(None, DEVICE_MEMORY)
     statistics: str | Path | None = option(
         None,
-        Flag(
-            "Write the statistics of this run's calibration to this file.",
-            metavar="STATS",
-            type=Path,
-        ),
+        "Write the statistics of this run's calibration to this file.",
+        metavar="STATS",
+        type=Path,
     )
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
     base_model: str | None = option(
-        None, Flag("The source's id on the Hub, for the model card.", metavar="ORG/NAME")
+        None, "The source's id on the Hub, for the model card.", metavar="ORG/NAME"
     )
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
@@ -104,7 +100,7 @@ class ConvertOptions:
     workers: int | None = option(None, WORKERS)
     resume: bool = option(False, RESUME)
     overwrite: bool = option(False, OVERWRITE)
-    dry_run: bool = option(False, Flag("Plan and check, but write nothing."))
+    dry_run: bool = option(False, "Plan and check, but write nothing.")
 
     def calibration_given(self) -> dict[str, Any]:
         """The options of a calibration that were given, besides the device."""

@@ -14,7 +14,7 @@ from beamq.calib.options import (
     SEED,
     SEQUENCE_LENGTH,
 )
-from beamq.options import Flag, option
+from beamq.options import option
 
 if TYPE_CHECKING:
     from numpy import int64
@@ -40,10 +40,8 @@ class CompareOptions:
     device: str = option("auto", DEVICE)
     gemm: str | None = option(
         None,
-        Flag(
-            "GEMM back end, as auto or reference; weights-only leaves activations unquantized.",
-            shown="auto; reference on a CPU",
-        ),
+        "GEMM back end, as auto or reference; weights-only leaves activations unquantized.",
+        shown="auto; reference on a CPU",
     )
 
 
@@ -59,6 +57,4 @@ class SensitivityOptions:
     seed: int = option(0, SEED)
     dtype: str | None = option(None, replace(DTYPE, shown="bfloat16; float32 on a CPU"))
     device: str = option("auto", DEVICE)
-    gemm: str = option(
-        "reference", Flag("GEMM back end; weights-only leaves activations unquantized.")
-    )
+    gemm: str = option("reference", "GEMM back end; weights-only leaves activations unquantized.")
