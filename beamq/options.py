@@ -25,9 +25,9 @@ class Flag:
     """How the command line takes an option.
 
     `name` is its spelling (None: from the field's name), `type` what its text is read as (None: the
-    type of the default, else text). `shown` is the default as help states
-    it, for options that the library decides when nothing is given. `size` reads `5GB` as bytes;
-    `many` lets the flag be repeated. `after` names the field that the flag follows in help.
+    type of the default, else text). `shown` is the default as help states it, for options whose
+    default depends on the device or model. `size` reads `5GB` as bytes; `many` lets the flag be
+    repeated. `after` names the field of another class that the flag follows in help.
     """
 
     help: str

@@ -30,7 +30,7 @@ class MergeOptions:
         None, "Ignored: percentiles are no longer recorded.", type=float, after="experts"
     )
     second_moments: bool = option(
-        False, "Ignored: second moments are no longer recorded.", after="percentile"
+        False, "Ignored: second moments are no longer recorded.", after="experts"
     )
     merge: bool = option(
         False,
@@ -38,7 +38,7 @@ class MergeOptions:
         after="max_device_memory",
     )
     output: Path | None = option(
-        None, "With --merge: the file to write.", short="-o", type=Path, after="merge"
+        None, "With --merge: the file to write.", short="-o", type=Path, after="max_device_memory"
     )
 
 

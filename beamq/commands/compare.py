@@ -32,10 +32,10 @@ REPORT = Flag(
 class CompareFiles:
     """What `beamq compare` writes."""
 
+    report: Path | None = option(None, REPORT)
     write_card: bool = option(
         False, "Write each checkpoint's figures into its README.md.", after="seed"
     )
-    report: Path | None = option(None, REPORT)
 
 
 @command()
@@ -93,27 +93,21 @@ def compare(
 class SensitivityChoice:
     """Which parts `beamq sensitivity` chooses, and what it writes."""
 
-    report: Path | None = option(None, REPORT)
-    write_recipe: Path | None = option(
-        None, "Write that choice as a recipe.", metavar="FILE", type=Path, after="seed"
-    )
+    exclude_worst: int | None = option(
+        None, "Keep the N parts that cost most in high precision.", metavar="N", type=int,
+        after="seed",
+    )  # fmt: skip
+    max_kl: float | None = option(
+        None, "Keep as few as bring the predicted KL down to X nats.", metavar="X", type=float,
+        after="seed",
+    )  # fmt: skip
     target_bits: float | None = option(
         None, "Keep as many as B bits per weight allow.", metavar="B", type=float, after="seed"
     )
-    max_kl: float | None = option(
-        None,
-        "Keep as few as bring the predicted KL down to X nats.",
-        metavar="X",
-        type=float,
-        after="seed",
+    write_recipe: Path | None = option(
+        None, "Write that choice as a recipe.", metavar="FILE", type=Path, after="seed"
     )
-    exclude_worst: int | None = option(
-        None,
-        "Keep the N parts that cost most in high precision.",
-        metavar="N",
-        type=int,
-        after="seed",
-    )
+    report: Path | None = option(None, REPORT)
 
     def check(self) -> None:
         """Raise `UsageError` for flags that contradict each other or paths that are in the way."""

@@ -10,7 +10,7 @@ Only cli.py and commands import typer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -86,14 +86,15 @@ def command(*, quiet: bool = True) -> Callable[[Callable[..., int | None]], Call
     return decorate
 
 
-def _ordered(classes: Any) -> list[Field[Any]]:
+def _ordered(classes: Iterable[type]) -> Iterator[Field[Any]]:
     """The fields with a flag in the order of help."""
-    found = [each for cls in classes for each in fields(cls) if FLAG in each.metadata]
-    for each in [each for each in found if each.metadata[FLAG].after is not None]:
-        found.remove(each)
-        names = [other.name for other in found]
-        found.insert(names.index(each.metadata[FLAG].after) + 1, each)
-    return found
+    found: list[Field[Any]] = [
+        each for cls in classes for each in fields(cls) if FLAG in each.metadata
+    ]
+    for each in found:
+        if each.metadata[FLAG].after is None:
+            yield each
+            yield from (other for other in found if other.metadata[FLAG].after == each.name)
 
 
 def _option(name: str, default: Any, flag: Flag) -> inspect.Parameter:
