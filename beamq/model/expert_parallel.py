@@ -35,17 +35,14 @@ class ExpertExchange:
     """What a pass calls. This class is the single process, which has nothing to exchange.
 
     All tensors are changed in place, and all processes make the same calls in the same order.
-    `experts` are this process's. `divided`: each batch is computed at its home only.
+    `experts` are this process's. `shared`: there are other processes. `divided`: each batch is
+    computed at its home only.
     """
 
     def __init__(self, config: BeamConfig) -> None:
         self.experts = range(config.num_experts)
+        self.shared = False
         self.divided = False
-
-    @property
-    def shared(self) -> bool:
-        """Whether there are other processes."""
-        return False
 
     def mine(self, batch: int) -> bool:
         """Whether this process computes the part of the batch that is not experts."""
@@ -80,15 +77,11 @@ class PipelinedReduce(ExpertExchange):
     def __init__(self, ranks: Ranks, config: BeamConfig, *, divided: bool = True) -> None:
         super().__init__(config)
         self.experts = own_experts(ranks, config)
+        self.shared = True
         self.divided = divided
         self._rank = ranks.rank
         self._last = ranks.world - 1
         self._sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
-
-    @property
-    def shared(self) -> bool:
-        """See `ExpertExchange`."""
-        return True
 
     def mine(self, batch: int) -> bool:
         """See `ExpertExchange`. Batches are dealt out in turn."""

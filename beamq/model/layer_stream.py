@@ -134,15 +134,10 @@ class LayerStream:
     ) -> None:
         self.loader = loader
         self.config = loader.config
-        self._layers = range(loader.config.num_layers) if layers is None else layers
+        self.layers = range(loader.config.num_layers) if layers is None else layers
         self._slice = slice_experts
         self._own = range(loader.config.num_experts) if experts is None else experts
         self._ahead = ahead
-
-    @property
-    def layers(self) -> Sequence[int]:
-        """The layers that are delivered, in order."""
-        return self._layers
 
     def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
         for _, index, weights in in_turns((self,), ahead=self._ahead):

@@ -355,7 +355,7 @@ def close_sublayer(
             1.0 / math.sqrt(n),
             K=k,
             BLOCK=triton.next_power_of_2(k),
-            num_warps=_warps(k),
+            num_warps=max(1, min(16, triton.next_power_of_2(k) // 512)),
         )
     return out
 
@@ -384,8 +384,3 @@ def add_experts(
             BLOCK=block,
             num_warps=8 if block >= 2048 else 4,
         )
-
-
-def _warps(k: int) -> int:
-    count: int = triton.next_power_of_2(k) // 512
-    return max(1, min(16, count))
