@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from beamq.io.files import user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
 from beamq.report import charts, tables
 from beamq.report.model_card import card_with_comparison
-from beamq.report.tables import Table, html, inline, markdown
+from beamq.report.tables import Table, markdown, page
 from beamq.units import show_bytes, show_seconds
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
@@ -87,21 +86,6 @@ def write_report_files(folder: str | Path, texts: Mapping[str, str]) -> Path:
     for name, text in texts.items():
         write_file(target / name, text.encode(), resumable=False)
     return target
-
-
-def page(template: str, **values: Any) -> str:
-    """A page of `templates/`. HTML escapes strings; Markdown escapes them by `inline`."""
-    from jinja2 import Environment, FunctionLoader  # only where a report is written
-
-    def source(name: str) -> str:
-        return resources.files("beamq.report").joinpath(f"templates/{name}").read_text("utf-8")
-
-    escaped = template.endswith(".html")
-    pages = Environment(loader=FunctionLoader(source), autoescape=escaped, trim_blocks=True)
-    drawn = pages.get_template(template).render(
-        html=html, inline=inline, markdown=markdown, **values
-    )
-    return drawn.rstrip() + "\n"
 
 
 # --- a comparison -----------------------------------------------------------------------------

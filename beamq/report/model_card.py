@@ -28,7 +28,7 @@ from beamq.io.hub import parse_hub_id
 from beamq.io.shard_writer import write_file
 from beamq.plan.plan import Plan
 from beamq.plan.serving import GPUS, KV_ITEMSIZE, fit, model_weights
-from beamq.report.tables import FORMAT_NAMES, Table, inline, markdown, role_sums
+from beamq.report.tables import FORMAT_NAMES, Table, page, role_sums
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -180,46 +180,42 @@ READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEngine:
-    """How to serve a format with an engine, on which `gpus` (names in `GPUS`), with its limits."""
+    """How to serve a format with an engine; `gpus` are names in `GPUS`, `note` says its limits."""
 
     name: str
     command: str
     gpus: tuple[str, ...]
-    notes: tuple[str, ...]
+    note: str = ""
 
 
 _BLACKWELL = ("b200", "b300")
 _FP8_GPUS = ("h100", "h200", "b200", "b300")
 _VLLM = "vllm serve $MODEL --tensor-parallel-size {count}"
 _SGLANG = "python -m sglang.launch_server --model-path $MODEL --tp {count}"
-ENGINES: dict[str, tuple[ServingEngine, ...]] = {
+ENGINES = {
     "nvfp4": (
         ServingEngine(
             name="vLLM",
             command=_VLLM,
             gpus=_BLACKWELL,
-            notes=(
-                "its NVFP4 expert kernels are written for Blackwell data-centre GPUs; on other GPUs"
-                " it chooses other kernels, which were not tried",
-            ),
+            note="Its NVFP4 expert kernels are written for Blackwell data-centre GPUs; on other"
+            " GPUs it chooses other kernels, which were not tried.",
         ),
         ServingEngine(
             name="SGLang",
             command=f"{_SGLANG} --moe-runner-backend flashinfer_trtllm",
             gpus=_BLACKWELL,
-            notes=(
-                "needs Blackwell: for an NVFP4 Beam it accepts only the flashinfer_trtllm runner,"
-                " which it refuses on H100 and H200",
-            ),
+            note="Needs Blackwell: for an NVFP4 Beam it accepts only the flashinfer_trtllm runner,"
+            " which it refuses on H100 and H200.",
         ),
     ),
     "fp8": (
-        ServingEngine(name="vLLM", command=_VLLM, gpus=_FP8_GPUS, notes=()),
+        ServingEngine(name="vLLM", command=_VLLM, gpus=_FP8_GPUS),
         ServingEngine(
             name="SGLang",
             command=_SGLANG,
             gpus=_FP8_GPUS,
-            notes=("for an FP8 Beam its expert runner must be auto (as here) or triton",),
+            note="For an FP8 Beam its expert runner must be auto (as here) or triton.",
         ),
     ),
 }
@@ -227,41 +223,6 @@ _TRANSFORMERS = {
     "nvfp4": "transformers cannot load this layout.",
     "fp8": "transformers loads it too, but decodes the experts to BF16 in memory.",
 }
-_KV_FP8 = (
-    "The configs declare an FP8 KV cache: vLLM uses it (`--kv-cache-dtype auto`), SGLang ignores it"
-    " for Beam."
-)
-
-
-def serving_section(plan: Plan) -> str:
-    """The section, heading included."""
-    if not is_servable(plan):
-        return (
-            "## Serving\n\nThe source has tensors that do not belong to Beam, and this checkpoint"
-            " keeps them. vLLM and SGLang stop at names they do not know, so they cannot serve it"
-            " as it is.\n"
-        )
-    fmt = plan.recipe.format
-    lines = [
-        "## Serving",
-        "",
-        "`MODEL` is the id of this repository, or a folder with its files.",
-        "",
-    ]
-    for engine in ENGINES[fmt]:
-        lines += [f"**{engine.name}**", "", "```", *_commands(plan, engine), "```", ""]
-        lines += [f"{note[0].upper()}{note[1:]}." for note in engine.notes]
-        lines += [""] if engine.notes else []
-    lines += [_TRANSFORMERS[fmt]]
-    if plan.recipe.kv_cache == "fp8":
-        lines += [_KV_FP8]
-    lines += [
-        "",
-        f"The engines' requirements were read in the code of {READ_VERSIONS}; these commands were"
-        " not run on the GPUs named. The numbers of GPUs are computed from config.json, for"
-        f" {_context(plan):,} tokens of context.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _context(plan: Plan) -> int:
@@ -320,12 +281,8 @@ _SCALES_TEXTS = {
     " error (`sweep`)",
 }
 _METHOD_TEXTS = {
-    None: [],
-    "gptq": ["", "Experts: rounded by GPTQ on the activations of the calibration text."],
-    "second-moment": [
-        "",
-        "Experts: errors weighted by the second moments of the calibrated inputs.",
-    ],
+    "gptq": "rounded by GPTQ on the activations of the calibration text",
+    "second-moment": "errors weighted by the second moments of calibrated inputs",
 }
 COMPARISON_BEGIN = "<!-- beamq: comparison -->"
 COMPARISON_END = "<!-- beamq: end of comparison -->"
@@ -334,22 +291,42 @@ _NOT_COMPARED = "Not measured yet."
 
 
 def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> str:
-    """The card as Markdown with YAML front matter."""
+    """The card as Markdown with YAML front matter, by the template `card.md`."""
     import yaml  # only where a card is written
 
-    front = yaml.safe_dump(
-        hub_metadata(plan, origin, input_scales), sort_keys=False, allow_unicode=True
+    fmt = plan.recipe.format
+    metadata = hub_metadata(plan, origin, input_scales)
+    coverage = input_scales.get("coverage")
+    return page(
+        "card.md",
+        front=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+        name="Beam" if origin.base_model is None else origin.base_model.partition("/")[2],
+        base=origin.base_model,
+        format=FORMAT_NAMES[fmt],
+        nvfp4=fmt == "nvfp4",
+        stored=_FORMAT_TEXTS[fmt],
+        plan=plan,
+        quantized=f"{plan.quantized_parameters / plan.total_parameters:.1%}",
+        parts=_parts(plan),
+        scales=_SCALES_TEXTS.get(plan.recipe.scales),
+        method=_METHOD_TEXTS.get(plan.recipe.expert_method or ""),
+        spared=_spared(plan),
+        record=input_scales,
+        sources=_sources(input_scales),
+        coverage=coverage if isinstance(coverage, Mapping) else None,
+        sizes=_sizes(plan),
+        comparison=_comparison_section(_NOT_COMPARED),
+        servable=is_servable(plan),
+        engines=ENGINES[fmt],
+        commands=lambda engine: _commands(plan, engine),
+        transformers=_TRANSFORMERS[fmt],
+        read_versions=READ_VERSIONS,
+        context=_context(plan),
+        origin=origin,
+        own_card=any(companion.target == "README.source.md" for companion in plan.companions),
+        version=__version__,
+        counted=counted,
     )
-    sections = [
-        _introduction(plan, origin),
-        _parts_section(plan),
-        _calibration_section(plan, input_scales),
-        _size_section(plan),
-        _comparison_section(_NOT_COMPARED),
-        serving_section(plan),
-        _provenance_section(plan, origin),
-    ]
-    return f"---\n{front}---\n\n" + "\n".join(section for section in sections if section)
 
 
 def card_with_comparison(folder: Path, table: str) -> None:
@@ -376,18 +353,7 @@ def _comparison_section(content: str) -> str:
     )
 
 
-def _introduction(plan: Plan, origin: Origin) -> str:
-    name = FORMAT_NAMES[plan.recipe.format]
-    if origin.base_model is None:
-        return f"# Beam in {name}\n\nA Beam with {_FORMAT_TEXTS[plan.recipe.format]}.\n"
-    base = origin.base_model
-    return (
-        f"# {base.partition('/')[2]} in {name}\n\n[{base}](https://huggingface.co/{base}) with"
-        f" {_FORMAT_TEXTS[plan.recipe.format]}.\n"
-    )
-
-
-def _parts_section(plan: Plan) -> str:
+def _parts(plan: Plan) -> Table:
     rows = [
         (
             PART_NAMES[role],
@@ -397,30 +363,19 @@ def _parts_section(plan: Plan) -> str:
         )
         for role, entry in role_sums(plan).items()
     ]
-    share = plan.quantized_parameters / plan.total_parameters
-    lines = [
-        "## What is quantized",
-        "",
-        f"Recipe `{plan.recipe.name}`: {inline(plan.recipe.summary).rstrip('.')}."
-        f" {share:.1%} of the weights are quantized.",
-        "",
-        markdown(Table(head=("part", "parameters", "share", "stored as"), rows=rows)),
-    ]
-    if plan.recipe.format == "nvfp4":
-        lines += ["", f"Block scales: {_SCALES_TEXTS[plan.recipe.scales]}."]
-        lines += _METHOD_TEXTS[plan.recipe.expert_method]
-    spared = sorted({unit for exclusion in plan.exclusions for unit in exclusion.units})
-    for role in dict.fromkeys(role for _, role in spared):
-        layers = [str(layer) for layer, other in spared if other is role]
-        where = f"layer{'s' if len(layers) > 1 else ''} {', '.join(layers)}"
-        lines += ["", f"Kept in high precision on request: {PART_NAMES[role]} of {where}."]
-    return "\n".join(lines) + "\n"
+    return Table(head=("part", "parameters", "share", "stored as"), rows=rows)
 
 
-def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:
-    if plan.recipe.format == "fp8":
-        return ""
-    lines = ["## Calibration", "", f"Input scales: {inline(str(record.get('description')))}."]
+def _spared(plan: Plan) -> dict[str, list[int]]:
+    """Layers that the user has excluded, by part."""
+    found: dict[str, list[int]] = {}
+    units = {unit for exclusion in plan.exclusions for unit in exclusion.units}
+    for layer, role in sorted(units):
+        found.setdefault(PART_NAMES[role], []).append(layer)
+    return found
+
+
+def _sources(record: Mapping[str, Any]) -> Table:
     rows = [
         (
             str(source.get("name")),
@@ -432,65 +387,13 @@ def _calibration_section(plan: Plan, record: Mapping[str, Any]) -> str:
         for data in record.get("data") or ()
         for source in data.get("sources") or ()
     ]
-    for data in record.get("data") or ():
-        lines += [
-            "",
-            f"{counted(data.get('samples', 0), 'row')} of {data.get('sequence_length')} tokens,"
-            f" seed {data.get('seed')}, activations in {data.get('activations', 'unknown')}.",
-        ]
-    if rows:
-        head = ("data", "kind", "documents", "tokens", "digest")
-        lines += ["", markdown(Table(head=head, rows=rows))]
-    lines += _coverage_lines(record)
-    return "\n".join(lines) + "\n"
+    return Table(head=("data", "kind", "documents", "tokens", "digest"), rows=rows)
 
 
-def _coverage_lines(record: Mapping[str, Any]) -> list[str]:
-    reached = record.get("coverage")
-    if not isinstance(reached, Mapping):
-        return []
-    calibrated, experts = reached.get("calibrated", 0), reached.get("experts", 0)
-    lines = ["", f"All {experts:,} experts received tokens."]
-    if calibrated < experts:
-        lines[1] = (
-            f"{calibrated:,} of {experts:,} experts received tokens"
-            f" ({reached.get('percent', 0.0):.1f}%); the others use the input scale of their layer."
-        )
-    layers = reached.get("layers") or ()
-    if layers:
-        least = min(layers, key=lambda layer: layer["tokens_min"])
-        lines += [
-            f"The least used expert is in layer {least['layer']}: {least['tokens_min']:,} tokens,"
-            f" where the layer's median is {least['tokens_median']:,.0f}."
-        ]
-    if dropped := record.get("dropped_tokens"):
-        lines += [f"{dropped:,} tokens were left out because their activations were not finite."]
-    return lines
-
-
-def _size_section(plan: Plan) -> str:
+def _sizes(plan: Plan) -> Table:
+    bits = 8 * plan.source_nbytes / plan.total_parameters
     rows = [
-        ("source", show_bytes(plan.source_nbytes), _bits(plan, plan.source_nbytes)),
+        ("source", show_bytes(plan.source_nbytes), f"{bits:.2f}"),
         ("this checkpoint", show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}"),
     ]
-    return f"## Size\n\n{markdown(Table(head=('', 'tensors', 'bits a weight'), rows=rows))}\n"
-
-
-def _bits(plan: Plan, nbytes: int) -> str:
-    return f"{8 * nbytes / plan.total_parameters:.2f}"
-
-
-def _provenance_section(plan: Plan, origin: Origin) -> str:
-    lines = ["## Provenance", "", f"Made with beamq {__version__}."]
-    if origin.repo is not None and origin.commit is not None:
-        lines += [f"Source: {origin.repo} at commit `{origin.commit}`."]
-    licence = origin.front.get("license")
-    lines += [
-        "The licence is that of the source." if licence else "The source's card states no licence.",
-        "`beamq.json` holds the recipe, versions, digests and the checksum of every tensor, which"
-        " `beamq verify` checks.",
-    ]
-    if any(companion.target == "README.source.md" for companion in plan.companions):
-        lines += ["The source's own card is kept as `README.source.md`."]
-    lines += [f"Note: {inline(note)}." for note in plan.notes]
-    return "\n".join(lines) + "\n"
+    return Table(head=("", "tensors", "bits a weight"), rows=rows)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from beamq.beam.tensors import FP32_ROLES, Role
 from beamq.errors import counted, printable
@@ -157,6 +158,21 @@ def html(table: Table) -> str:
         f"{region}<table>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n{note}"
     )
+
+
+def page(template: str, **values: Any) -> str:
+    """A page of `templates/`. HTML escapes strings; Markdown escapes them by `inline`."""
+    from jinja2 import Environment, FunctionLoader  # only where a report is written
+
+    def source(name: str) -> str:
+        return resources.files("beamq.report").joinpath(f"templates/{name}").read_text("utf-8")
+
+    escaped = template.endswith(".html")
+    pages = Environment(loader=FunctionLoader(source), autoescape=escaped, trim_blocks=True)
+    drawn = pages.get_template(template).render(
+        html=html, inline=inline, markdown=markdown, **values
+    )
+    return drawn.rstrip() + "\n"
 
 
 # --- the tables of a comparison ---------------------------------------------------------------

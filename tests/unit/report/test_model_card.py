@@ -29,7 +29,6 @@ from beamq.report.model_card import (
     front_matter,
     hub_metadata,
     model_card,
-    serving_section,
     smallest_tensor_parallel,
     trace_origin,
 )
@@ -269,12 +268,14 @@ def test_serving_of_the_real_model_is_what_the_engines_take(beam_nano: Path) -> 
     assert smallest_tensor_parallel(nvfp4, "b200") == 2
     assert smallest_tensor_parallel(nvfp4, "b300") == 2
     assert smallest_tensor_parallel(fp8, "h200") == 8
-    text = serving_section(nvfp4)
+    text, other = (
+        model_card(plan, Origin(), {}).partition("## Serving")[2] for plan in (nvfp4, fp8)
+    )
     assert "# 2 x B200 180 GB or B300" in text
     assert "--tp 2 --moe-runner-backend flashinfer_trtllm" in text
     assert "H200 141 GB" not in text
-    assert "# 8 x H100 80 GB or H200 141 GB" in serving_section(fp8)
-    assert "moe-runner" not in serving_section(fp8)
+    assert "# 8 x H100 80 GB or H200 141 GB" in other
+    assert "moe-runner" not in other
     for engines in ENGINES.values():
         assert [engine.name for engine in engines] == ["vLLM", "SGLang"]
 
@@ -310,5 +311,5 @@ def test_tensors_that_are_not_beams_are_not_advertised(nano_copy: Path) -> None:
         lambda tensors: tensors.update({"mtp.head.weight": ("BF16", [2], bytes(4))}),
     )
     plan = make_plan(nano_copy)
-    assert "cannot serve it as it is" in serving_section(plan)
+    assert "cannot serve it as it is" in model_card(plan, Origin(), {})
     assert not {"vllm", "sglang"}.intersection(hub_metadata(plan, Origin())["tags"])
