@@ -110,9 +110,7 @@ def input_widths(config: BeamConfig, role: Role) -> dict[str, int]:
 
 
 def _check_widths(config: BeamConfig, roles: set[Role]) -> None:
-    for role in QUANTIZABLE:
-        if role not in roles:
-            continue
+    for role in filter(roles.__contains__, QUANTIZABLE):
         for name, k in input_widths(config, role).items():
             if k % NVFP4_BLOCK:
                 raise RecipeError(
@@ -151,21 +149,6 @@ class Draft:
     def nbytes(self) -> int:
         """Bytes of all outputs."""
         return sum(_nbytes(dtype, shape) for _, _, outs in self.members for _, dtype, shape in outs)
-
-
-def fill_shards(drafts: Iterable[Draft], limit: int) -> list[tuple[list[Draft], Shard]]:
-    """Shards in order, each with the drafts it holds; none is split. A draft larger than `limit`
-    bytes gets a shard of its own."""
-    bins: list[list[Draft]] = []
-    room = -1
-    for draft in drafts:
-        nbytes = draft.nbytes()
-        if nbytes > room:
-            bins.append([])
-            room = limit
-        bins[-1].append(draft)
-        room -= nbytes
-    return [(inside, _layout(index, len(bins), inside)) for index, inside in enumerate(bins)]
 
 
 def _layout(index: int, count: int, drafts: list[Draft]) -> Shard:
@@ -412,7 +395,7 @@ def _draft_jobs(
     groups: dict[str, Draft] = {}
     for role, source in sources.found:
         if role.layer is None or (role.layer, role.role) not in units:
-            yield _copy_job(role, source)
+            yield _copy_job(role, source, "F32" if role.role in FP32_ROLES else "BF16")
             continue
         n, k = source.shape
         fmt = recipe.rules[role.role]
@@ -427,36 +410,37 @@ def _draft_jobs(
         raise RecipeError(f"internal: scale groups left open: {', '.join(groups)[:200]}")
     for spec in sources.extra:
         whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
-        role = classify(spec.name)
-        yield Draft(
-            kind=JobKind.COPY,
-            group=spec.name,
-            members=[(role, whole, ((spec.name, spec.dtype, spec.shape),))],
-        )
+        yield _copy_job(classify(spec.name), whole, spec.dtype)
 
 
 def _group_size(group: str) -> int:
     return {"qkv_gate": 4, "gate_up": 2}.get(group.rsplit(".", 1)[-1], 1)
 
 
-def _copy_job(role: TensorRole, source: SourceRange) -> Draft:
-    dtype = "F32" if role.role in FP32_ROLES else "BF16"
-    return Draft(
-        kind=JobKind.COPY,
-        group=role.name,
-        members=[(role, source, ((role.name, dtype, source.shape),))],
-    )
+def _copy_job(role: TensorRole, source: SourceRange, dtype: str) -> Draft:
+    outputs = ((role.name, dtype, source.shape),)
+    return Draft(kind=JobKind.COPY, group=role.name, members=[(role, source, outputs)])
 
 
 def place(drafts: Iterable[Draft], limit: int) -> tuple[tuple[Job, ...], tuple[Shard, ...]]:
-    """Fill shards with whole jobs in order, then give every tensor its offset."""
-    filled = fill_shards(drafts, limit)
+    """Fill shards of at most `limit` bytes with whole jobs in order, and give every tensor its
+    offset. A job larger than `limit` gets a shard of its own."""
+    bins: list[list[Draft]] = []
+    room = -1
+    for draft in drafts:
+        nbytes = draft.nbytes()
+        if nbytes > room:
+            bins.append([])
+            room = limit
+        bins[-1].append(draft)
+        room -= nbytes
+    shards = tuple(_layout(index, len(bins), inside) for index, inside in enumerate(bins))
     jobs: list[Job] = []
-    for index, (inside, shard) in enumerate(filled):
-        placed = {tensor.name: tensor for tensor in shard.tensors}
+    for index, inside in enumerate(bins):
+        placed = {tensor.name: tensor for tensor in shards[index].tensors}
         for draft in inside:
             jobs.append(_finish_job(draft, len(jobs), index, placed))
-    return tuple(jobs), tuple(shard for _, shard in filled)
+    return tuple(jobs), shards
 
 
 def _finish_job(draft: Draft, index: int, shard: int, placed: dict[str, OutputTensor]) -> Job:

@@ -21,8 +21,10 @@ own memory when it starts.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import Role
@@ -38,7 +40,7 @@ KV_ITEMSIZE = {"bf16": 2, "fp8": 1}
 LAYOUTS = ("tensor", "expert")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WeightPart:
     """Tensors of one role that are divided in the same way: into `pieces`, in steps of `step`.
 
@@ -152,15 +154,7 @@ def model_weights(
     return Weights(
         config=config,
         parts=tuple(
-            WeightPart(
-                role=role,
-                pieces=pieces,
-                step=step,
-                parameters=entry[0],
-                nbytes=entry[1],
-                scale_nbytes=entry[2],
-            )
-            for (role, pieces, step), entry in sums.items()
+            WeightPart(role, pieces, step, *entry) for (role, pieces, step), entry in sums.items()
         ),
         blocked=frozenset(blocked),
     )
@@ -343,12 +337,6 @@ def smallest_count(weights: Weights, gpu: Gpu, *, context: int, kv_itemsize: int
 
 def _longest_context(config: BeamConfig, room: int, heads: int, itemsize: int) -> int:
     """Tokens that one sequence may have in `room`, at most what the config allows."""
-    limit = config.max_position_embeddings
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        if kv_cache_nbytes(config, middle, itemsize=itemsize, heads=heads) <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    lengths = range(1, config.max_position_embeddings + 1)
+    nbytes = partial(kv_cache_nbytes, config, itemsize=itemsize, heads=heads)
+    return bisect_right(lengths, room, key=nbytes)
