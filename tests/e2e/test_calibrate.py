@@ -23,8 +23,9 @@ from beamq.calib.calibrate import calibrate, merge_statistics
 from beamq.calib.collector import Collector
 from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
 from beamq.calib.input_scales import MIN_SCALE, coverage, input_scales
+from beamq.calib.options import CalibrationOptions
 from beamq.calib.run import LayerDone
-from beamq.calib.setup import fit
+from beamq.calib.setup import DevicePlan, plan_device
 from beamq.calib.statistics import CalibrationStats, layer_of, load_stats
 from beamq.errors import (
     AlreadyQuantizedError,
@@ -39,6 +40,7 @@ from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock
 from beamq.model.layer_stream import activation_bytes, layer_bytes
 from beamq.model.logits import logits
+from beamq.ranks import Ranks
 from tests.helpers import safetensors_edit as st
 from tests.helpers.free_ports import free_port
 from tests.helpers.model_fixtures import hf_logits, hf_model, random_beam
@@ -276,16 +278,19 @@ def test_a_budget_changes_no_byte(beam_nano: Path, config: BeamConfig, plain: Pa
         sizes = layer_bytes(checkpoint, config, torch.bfloat16)
         fixed = activation_bytes(config, 6 * 96, torch.bfloat16) + 2 * sizes.base
         budget = fixed + 6 * sizes.expert
-        options: dict[str, Any] = {
-            "dtype": torch.bfloat16, "batch_tokens": 576, "tokens": 576, "experts": 16
-        }  # fmt: skip
-        plan = fit(checkpoint, config, budget=budget, **options)
+
+        def planned(limit: int | None, device: str = "cpu") -> DevicePlan:
+            options = CalibrationOptions(max_device_memory=limit)
+            where = torch.device(device)
+            return plan_device(checkpoint, options, Ranks(), where, samples=6, length=96)
+
+        plan = planned(budget)
         assert (plan.slice_experts, plan.resident_nbytes) == (3, 0)
-        whole = fit(checkpoint, config, budget=fixed + 32 * sizes.expert + 100, **options)
+        whole = planned(fixed + 32 * sizes.expert + 100)
         assert (whole.slice_experts, whole.resident_nbytes) == (None, 100)
-        rich = fit(checkpoint, config, budget=1 << 40, **options)
-        assert rich == fit(checkpoint, config, budget=None, **options)
-        on_gpu = fit(checkpoint, config, budget=budget, on_gpu=True, **options)
+        rich = planned(1 << 40)
+        assert rich == planned(None)
+        on_gpu = planned(budget, "cuda")
         assert plan.device_nbytes == 0
         assert plan.host_nbytes < rich.host_nbytes
         assert on_gpu.device_nbytes <= budget
