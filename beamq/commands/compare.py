@@ -197,7 +197,7 @@ NAME_WIDTH, CELL_WIDTH = 17, 28  # of a folder's name, and of a linear's
 
 def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool) -> list[Block]:
     """Verdicts first, then the figures that they depend on; `verbose` shows all."""
-    from beamq.eval.compare.verdict import CAVEAT
+    from beamq.eval.compare.records import CAVEAT
     from beamq.report import tables
 
     blocks: list[Block] = []

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from beamq.errors import DiskError, counted
-from beamq.eval.compare.records import Candidate, Comparison
+from beamq.eval.compare.records import CAVEAT, Candidate, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
-from beamq.eval.compare.verdict import CAVEAT, listed
 from beamq.io.files import user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
 from beamq.report import charts, tables

@@ -39,10 +39,16 @@ from beamq.eval.compare.footprint import (
     stored_units,
 )
 from beamq.eval.compare.options import CompareOptions
-from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, completed
+from beamq.eval.compare.records import (
+    Candidate,
+    ComparedModel,
+    Comparison,
+    completed,
+    judge,
+    listed,
+)
 from beamq.eval.compare.side_by_side import ReadChecksums, run_side_by_side, stream_options
 from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
-from beamq.eval.compare.verdict import judge, listed
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import refuse_unfinished

@@ -1,7 +1,11 @@
-"""The records of a comparison, whose fields are the keys of `report.json`.
+"""The records of a comparison, with fields as the keys of `report.json`, and the verdict in words.
 
-In: what `compare` found. Out: a `Comparison`. docs/report-schema.md describes its `to_dict`;
-`SCHEMA` rises when a key changes its meaning or is removed, not when one is added.
+In: what was found of each candidate, its bounds and sizes. Out: a `Comparison`, each candidate with
+a `SafetyVerdict`: safe to serve or not, which layers hurt, what BF16 there would cost. Every
+sentence of it states figures; a figure without a bound is stated and not judged.
+
+docs/report-schema.md describes `Comparison.to_dict`; `SCHEMA` rises when a key changes its meaning
+or is removed, not when one is added.
 """
 
 from __future__ import annotations
@@ -10,14 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from beamq.eval.compare.findings import Breach, Findings
+from beamq.errors import counted
+from beamq.eval.compare.findings import Breach, Findings, Limits, breaches, parting_layer
 from beamq.eval.compare.footprint import Fitting, Footprint, LayerSize, smallest_each
-from beamq.eval.compare.metrics import LayerError
+from beamq.eval.compare.metrics import Divergence, LayerError
 from beamq.eval.compare.weight_error import WeightError
+from beamq.io.safetensors_header import few
 from beamq.plan.recipe import Bounds
-from beamq.units import plain
+from beamq.units import plain, show_bytes
 
 SCHEMA = 1
+NAMED_LAYERS = 3
+CAVEAT = (
+    "The verdict rests on next-token agreement with the source on this text and on the error of"
+    " every linear. It says that the conversion is sound, not how a task will score. Bounds are"
+    " those of the recipe; standard errors are over tokens of this text alone."
+)
+CLOSE = 2.0  # standard errors within which a figure and its bound cannot be told apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,3 +123,138 @@ def completed(
         )
         for layer, kind in zip(layers, kinds, strict=True)
     )
+
+
+# --- the verdict --------------------------------------------------------------------------------
+
+
+def judge(
+    findings: Findings,
+    limits: Limits,
+    source: Footprint,
+    own: Footprint,
+    newly_fits: Sequence[Fitting],
+) -> SafetyVerdict:
+    """The verdict on one candidate, whose layers are complete with their sizes."""
+    broken = breaches(findings, limits.bounds)
+    seen = findings.divergence
+    parts = [
+        _accuracy(seen, limits),
+        *_close_calls(seen, limits),
+        *(["Out of bounds: " + "; ".join(breach.text for breach in broken) + "."] * bool(broken)),
+        _layers(findings.layers, own),
+        _size(source, own, newly_fits),
+    ]
+    safe = _safe(seen, limits, broken)
+    parting = parting_layer(findings, broken) if broken else None
+    headline = _headline(safe, seen, broken, parting)
+    if findings.damaged:
+        safe, headline = False, _damage(findings.damaged)
+        parts.insert(0, "All figures describe a damaged copy.")
+    return SafetyVerdict(
+        safe=safe,
+        headline=headline,
+        text=" ".join(part for part in parts if part),
+        breaches=broken,
+        parting_layer=parting,
+        bounds_of=limits.recipe,
+        bounds=limits.bounds,
+    )
+
+
+def _safe(seen: Divergence, limits: Limits, broken: Sequence[Breach]) -> bool | None:
+    if broken:
+        return False
+    if seen.exact:
+        return True
+    return None if limits.recipe is None else True
+
+
+def _headline(
+    safe: bool | None, seen: Divergence, broken: Sequence[Breach], parting: int | None
+) -> str:
+    if safe is False:
+        where = "" if parting is None else f"; it departs from the source at layer {parting}"
+        return f"Not safe to serve: {broken[0].text}{where}."
+    if seen.exact:
+        return "Safe to serve: all next-token distributions are exactly the source's."
+    if safe is None:
+        return "Not judged: nothing is quantized here, so no recipe's bounds apply."
+    return "Safe to serve: every figure is within the bounds of its recipe."
+
+
+def _damage(names: Sequence[str]) -> str:
+    return (
+        f"Not safe to serve: {counted(len(names), 'tensor does', 'tensors do')} not match the"
+        f" checksums in beamq.json ({few(names)}); `beamq verify` says more."
+    )
+
+
+def _accuracy(seen: Divergence, limits: Limits) -> str:
+    bounds = limits.bounds
+    return (
+        f"Mean KLD is {seen.mean_kld:.4f} nats a token"
+        f"{_limit('at most', bounds.mean_kld, '{:g}')}; the likeliest next token is the source's"
+        f" for {seen.same_top:.1%} of {seen.tokens:,} tokens"
+        f"{_limit('at least', bounds.same_top, '{:.0%}')}; perplexity goes from"
+        f" {seen.ppl_base.value:.3f} to {seen.ppl.value:.3f} (ln ratio {seen.ln_ppl_ratio:+.4f})."
+    )
+
+
+def _limit(word: str, limit: float | None, form: str) -> str:
+    return "" if limit is None else f" ({word} {form.format(limit)} is expected)"
+
+
+def _close_calls(seen: Divergence, limits: Limits) -> list[str]:
+    pairs = (
+        ("mean KLD", seen.mean_kld, limits.bounds.mean_kld),
+        ("same top token", seen.same_top, limits.bounds.same_top),
+    )
+    return [
+        f"The {name} is too close to its bound for a sure verdict on {seen.tokens:,} tokens; use"
+        " more --samples."
+        for name, found, limit in pairs
+        if limit is not None
+        and found.standard_error
+        and abs(found.value - limit) < CLOSE * found.standard_error
+    ]
+
+
+def _layers(layers: Sequence[LayerError], own: Footprint) -> str:
+    """The quantized layers that hurt most, and what BF16 would cost there.
+
+    Their share is of what all layers add: layers that reduce the error do not count, or the share
+    could be more than all of it.
+    """
+    hurting = sorted((layer for layer in layers if layer.added > 0), key=lambda each: -each.added)
+    worst = [layer for layer in hurting if layer.extra_bytes_in_bf16][:NAMED_LAYERS]
+    if not worst:
+        return ""
+    share = sum(layer.added for layer in worst) / sum(layer.added for layer in hurting)
+    extra = sum(layer.extra_bytes_in_bf16 for layer in worst)
+    names = listed([str(layer.layer) for layer in worst])
+    one = len(worst) == 1
+    return (
+        f"{'Layer' if one else 'Layers'} {names} {'adds' if one else 'add'} {share:.0%} of the"
+        f" error in the hidden states; kept in BF16, {'it' if one else 'they'} would take"
+        f" {show_bytes(extra)} more ({extra / own.tensor_bytes:+.0%})."
+    )
+
+
+def _size(source: Footprint, own: Footprint, newly_fits: Sequence[Fitting]) -> str:
+    text = (
+        f"It takes {show_bytes(own.disk_bytes)} on disk,"
+        f" {own.disk_bytes / source.disk_bytes:.0%} of the source; {own.bits_per_weight:.2f} bits a"
+        " weight."
+    )
+    if newly_fits:
+        machines = listed([f"{found.count} x {found.label}" for found in smallest_each(newly_fits)])
+        text += f" It fits where the source does not: {machines}."
+    return text
+
+
+def listed(names: Sequence[str]) -> str:
+    """`3`, `3 and 5`, `3, 5 and 7`."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
