@@ -128,7 +128,7 @@ def test_the_command_writes_a_recipe_that_keeps_its_word(
     assert found.model.memory.tensor_bytes == shown["choice"]["tensor_bytes"]
     text = CliRunner().invoke(app, given)
     assert text.exit_code == 0
-    assert " ".join(text.stderr.split()).startswith("Running ")
+    assert " ".join(text.stderr.split()).startswith(f"Running {beam_nano} with one ")
     assert "Kept in high precision: " in text.stdout
     assert "nats per GB" in text.stdout
 
