@@ -152,10 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("root", nargs="?", default=".", type=Path)
     parser.add_argument("--long", action="store_true", help="list what each count consists of")
     options = parser.parse_args(arguments)
+    lines = []
     for name, count in measure(options.root).items():
-        print(f"{count.value:>8}  {name}")
-        for item in count.items if options.long else ():
-            print(f"            {item}")
+        lines.append(f"{count.value:>8}  {name}")
+        lines += [f"            {item}" for item in count.items if options.long]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

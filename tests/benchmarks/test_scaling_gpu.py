@@ -45,7 +45,7 @@ def test_a_conversion_is_timed_beside_its_floor(tmp_path: Path) -> None:
     options = argparse.Namespace(recipe="nvfp4", device="cpu")
     found = scaling_gpu.convert(source, output, 1, options)
     assert set(found) == {"convert_s", "first_convert_s", "floor_s"}
-    assert all(0 < seconds < 60 for seconds in found.values())
+    assert all(seconds > 0 for seconds in found.values())
     assert verify(output, source=source).ok
     assert sorted(path.name for path in tmp_path.iterdir()) == ["moments.0", "out", "source"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from beamq.publish import LAST_NAMES, push
 from tests.helpers.hub_server import Fault, HubServer, environment
 from tests.helpers.pushing import REPO, folder_to_push, hub_to_push_to, sent, there
+from tests.helpers.waiting import wait_for
 
 STAGES = {
     "the repository is looked up": Fault("POST", "/api/repos/create", times=99, wait=30),
@@ -48,10 +48,7 @@ def test_a_push_that_is_killed(
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(output), REPO], env=environment(hub, tmp_path / "hf")
     )
-    end = time.monotonic() + 60
-    while stalled.times == 99 and process.poll() is None:
-        assert time.monotonic() < end, "it never came so far"
-        time.sleep(0.02)
+    wait_for(lambda: stalled.times < 99 or process.poll() is not None)
     process.kill()
     process.wait()
     left = set(there(hub)) if REPO in hub.repos else set()

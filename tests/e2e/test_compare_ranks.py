@@ -238,7 +238,7 @@ def test_a_rank_that_fails_leaves_nobody_waiting(beam_nano: Path, made: Path) ->
     )
     command = ["compare", str(beam_nano), str(made / "nvfp4"), *SIZE]
     processes = start(2, program, [command, command])
-    said = finish(processes, 60)
+    said = finish(processes, 120)
     assert [process.returncode for process in processes] == [4, 1]
     assert said[0][1].splitlines()[-1] == f"error: {LOST}"
     assert said[1][1].startswith("rank 1: error: internal error: ZeroDivisionError")

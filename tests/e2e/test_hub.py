@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from beamq.plan.plan import make_plan
 from beamq.units import show_bytes
 from tests.helpers import safetensors_edit as st
 from tests.helpers.hub_server import TOKEN, Fault, HubServer, client_of, environment, hub_server
+from tests.helpers.waiting import wait_for
 
 NANO = "reflection/beam-nano"
 SHARDS = 8
@@ -204,11 +204,9 @@ def test_a_killed_run_goes_on_with_the_shards_it_has(
     hub.faults.append(Fault("GET", "/cdn/.*00004-of", times=99, wait=60, whole=True))
     command = [sys.executable, "-c", RUN, NANO, str(output)]
     process = subprocess.Popen(command, env=environment(hub, tmp_path / "hf"))
-    for _ in range(400):
-        names = [path.name for path in place.glob("*.safetensors")] if place.exists() else []
-        if list(output.glob("*.safetensors")) and len(names) > 1:
-            break
-        time.sleep(0.05)
+    wait_for(
+        lambda: list(output.glob("*.safetensors")) and len(list(place.glob("*.safetensors"))) > 1
+    )
     process.kill()
     process.wait()
     kept = {path: path.stat().st_mtime_ns for path in output.glob("*.safetensors")}

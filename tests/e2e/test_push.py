@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.helpers.hub_server import (
     environment,
 )
 from tests.helpers.pushing import REPO, folder_to_push, hub_to_push_to, sent, there
+from tests.helpers.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +74,7 @@ def test_a_killed_push_goes_on(hub: HubServer, output: Path, tmp_path: Path) -> 
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(output), REPO], env=environment(hub, tmp_path / "hf")
     )
-    for _ in range(300):
-        if len(hub.received) == 3:
-            break
-        time.sleep(0.05)
+    wait_for(lambda: len(hub.received) == 3)
     process.kill()
     process.wait()
     assert len(hub.received) == 3

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,13 @@ def start(folder: Path, seconds: tuple[float, float], **environment: str) -> sub
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_waiting_is_told_and_ctrl_c_obeyed(nano_copy: Path, rank: str) -> None:
-    process = start(nano_copy, (0.3, 60), RANK=rank)
+    process = start(nano_copy, (0.3, 600), RANK=rank)
     try:
         assert process.stderr is not None
         told = process.stderr.readline()
         assert told.startswith("waiting for 2 processes at 127.0.0.1:")
-        begun = time.monotonic()
         process.send_signal(signal.SIGINT)
-        out, errors = process.communicate(timeout=120)
-        assert time.monotonic() - begun < 20, "not by the end of its patience"
+        out, errors = process.communicate(timeout=120)  # its own patience is 600 seconds
         assert process.returncode == 130
         assert (out, "Traceback" in errors) == ("", False)
     finally:

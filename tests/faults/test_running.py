@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -27,6 +26,7 @@ from beamq.io.journal import LOCK_NAME, OutputLock, refuse_busy
 from beamq.plan.plan import make_plan
 from tests.helpers.craft import Run, convert, light_verify, recipe, synthetic
 from tests.helpers.harness import Zygote, digests
+from tests.helpers.waiting import wait_for
 
 MB = 1_000_000
 
@@ -172,13 +172,6 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     return process
 
 
-def wait_for(condition: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_one_line_and_resumable(
     beam_nano: Path, tmp_path: Path, number: signal.Signals
@@ -186,11 +179,11 @@ def test_a_signal_is_one_line_and_resumable(
     output = tmp_path / "out"
     command = args(beam_nano, output, "--max-shard-size", "600kB")
     process = start(*command)
-    wait_for(lambda: list(output.glob("*.safetensors")))
+    wait_for(lambda: list(output.glob("*.safetensors")), process)
     begun = time.monotonic()
     process.send_signal(number)
     _, err = process.communicate(timeout=120)
-    assert time.monotonic() - begun < 20  # threads do not outlive it
+    assert time.monotonic() - begun < 60  # threads do not outlive it
     assert process.returncode == 130
     assert err.count("\n") == 1
     assert err.startswith("error: interrupted; ")
@@ -207,7 +200,7 @@ def test_a_signal_is_one_line_and_resumable(
 def test_a_second_ctrl_c_ends_it_at_once(beam_nano: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     process = start(*args(beam_nano, output, "--max-shard-size", "600kB"))
-    wait_for(lambda: list(output.glob("*.partial")))
+    wait_for(lambda: list(output.glob("*.partial")), process)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
@@ -239,7 +232,7 @@ def test_ctrl_c_at_any_moment_is_one_line(beam_nano: Path, verb: str, seconds: f
 def test_two_runs_on_one_output(beam_nano: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     first = start(*args(beam_nano, output, "--max-shard-size", "600kB"))
-    wait_for(lambda: list(output.glob("*.partial")))
+    wait_for(lambda: list(output.glob("*.partial")), first)
     first.send_signal(signal.SIGSTOP)  # or a busy machine might let it end before the others look
     try:
         for more in ((), ("--resume",), ("--overwrite",)):

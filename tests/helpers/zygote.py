@@ -178,7 +178,7 @@ def wait(pid: int, order: dict[str, Any]) -> dict[str, Any]:
         if killer is not None and passed > killer:
             os.kill(pid, signal.SIGKILL)
             killer = None
-        if passed > order.get("timeout", 60):
+        if passed > order.get("timeout", 240):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return {"code": "timeout", "seconds": passed, "peak_kib": 0}
