@@ -240,10 +240,7 @@ class ExpertRounding:
     ) -> None:
         self._wanted = wanted
         self._full = method == "gptq"
-        self._widths = {
-            "gate_up": config.hidden_size,
-            "down_proj": config.moe_intermediate_size,
-        }
+        self._widths = {"gate_up": config.hidden_size, "down_proj": config.moe_intermediate_size}
         self._gemm = gemm
         self._amax = amax
         self._write = write

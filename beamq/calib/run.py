@@ -134,12 +134,7 @@ class CalibrationPass:
             data.sequence_length, data.tokens, [rows.start for rows in self._rows]
         )
         self._save = False
-        self._collector = Collector(
-            self._config,
-            device,
-            experts=options.experts,
-            stopped=stopped,
-        )
+        self._collector = Collector(self._config, device, experts=options.experts, stopped=stopped)
         self._stats = CalibrationStats(
             model_name=checkpoint.label,
             model_fingerprint=setup.fingerprint,

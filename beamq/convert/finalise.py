@@ -75,19 +75,13 @@ def build_index(plan: Work) -> dict[str, Any]:
     """`model.safetensors.index.json`: totals, and the shard of every tensor, sorted by name."""
     weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.tensors}
     return {
-        "metadata": {
-            "total_parameters": plan.total_parameters,
-            "total_size": plan.tensor_nbytes,
-        },
+        "metadata": {"total_parameters": plan.total_parameters, "total_size": plan.tensor_nbytes},
         "weight_map": dict(sorted(weight_map.items())),
     }
 
 
 def manifest_content(
-    plan: Plan,
-    records: Mapping[str, ShardRecord],
-    input_scales: Mapping[str, Any],
-    origin: Origin,
+    plan: Plan, records: Mapping[str, ShardRecord], input_scales: Mapping[str, Any], origin: Origin
 ) -> dict[str, Any]:
     """`beamq.json` without its checksums: what made this folder, and from what."""
     return {

@@ -237,11 +237,7 @@ class StreamingConverter:
     """
 
     def __init__(
-        self,
-        jobs: Sequence[Job],
-        shards: OpenShards,
-        factory: WorkerFactory,
-        context: JobContext,
+        self, jobs: Sequence[Job], shards: OpenShards, factory: WorkerFactory, context: JobContext
     ) -> None:
         self.done: set[int] = set()
         self._jobs = {job.index: job for job in jobs}

@@ -109,12 +109,7 @@ class OpenShards:
     """Writers of the shards of `jobs`. Use in a `with` block, from the main thread."""
 
     def __init__(
-        self,
-        work: Work,
-        output: Path,
-        journal: Journal,
-        jobs: Sequence[Job],
-        stop: threading.Event,
+        self, work: Work, output: Path, journal: Journal, jobs: Sequence[Job], stop: threading.Event
     ) -> None:
         self._work = work
         self._output = output

@@ -194,10 +194,7 @@ def _middle(spec: TensorSpec) -> tuple[TensorSpec, int, int]:
 
 
 def open_checkpoint(
-    source: str | Path,
-    *,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
-    cache_folder: Path | None = None,
+    source: str | Path, *, cache_bytes: int = DEFAULT_CACHE_BYTES, cache_folder: Path | None = None
 ) -> Checkpoint:
     """Read a checkpoint's config, index and all headers; no tensor data.
 
@@ -216,10 +213,7 @@ def open_checkpoint(
 
 
 def open_files(
-    source: str | Path,
-    *,
-    cache_bytes: int = DEFAULT_CACHE_BYTES,
-    cache_folder: Path | None = None,
+    source: str | Path, *, cache_bytes: int = DEFAULT_CACHE_BYTES, cache_folder: Path | None = None
 ) -> SourceFiles:
     """The files of a folder or of a repository on the Hub; nothing is read yet."""
     asked = hub_source(source)

@@ -34,10 +34,7 @@ def quantized_tensors(
 ) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
     """(name, dtype, shape) of each tensor that the linear `module` [n, k] becomes."""
     if fmt == "fp8":
-        return (
-            (f"{module}.weight", "F8_E4M3", (n, k)),
-            (f"{module}.weight_scale", "F32", (n, 1)),
-        )
+        return ((f"{module}.weight", "F8_E4M3", (n, k)), (f"{module}.weight_scale", "F32", (n, 1)))
     return (
         (f"{module}.weight", "U8", (n, k // 2)),
         (f"{module}.weight_scale", "F8_E4M3", (n, k // NVFP4_BLOCK)),
@@ -94,11 +91,7 @@ def modelopt_ignore(
 ) -> list[str]:
     """Ignore list in ModelOpt's form: names and `x*` globs, which both engines match equally."""
     entries = ["lm_head", "model.embed_tokens"]
-    suffix = {
-        Role.ATTENTION: "self_attn*",
-        Role.DENSE_MLP: "mlp*",
-        Role.EXPERT: "mlp.experts*",
-    }
+    suffix = {Role.ATTENTION: "self_attn*", Role.DENSE_MLP: "mlp*", Role.EXPERT: "mlp.experts*"}
     for layer, role in layer_units(config):
         if role is Role.EXPERT:
             entries.append(f"model.layers.{layer}.mlp.gate")

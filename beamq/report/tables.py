@@ -253,11 +253,7 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
     last = [each.layers[-1] for each in candidates]
     rows += [
         ("Same experts, worst layer", "", *(_worst(c, "same_experts") for c in candidates)),
-        (
-            "Expert overlap, worst layer",
-            "",
-            *(_worst(c, "expert_overlap") for c in candidates),
-        ),
+        ("Expert overlap, worst layer", "", *(_worst(c, "expert_overlap") for c in candidates)),
         ("Hidden error, last layer", "", *(f"{layer.relative_error:.1%}" for layer in last)),
         ("SQNR, last layer", "", *(_db(layer.sqnr_db) for layer in last)),
         ("on disk", *(show_bytes(each.memory.disk_bytes) for each in (source, *_of(candidates)))),

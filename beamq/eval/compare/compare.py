@@ -95,9 +95,7 @@ class CompareKeywords(TextKeywords, total=False):
 
 @takes(CompareOptions, CompareEvents)
 def compare(
-    source: str | Path,
-    checkpoints: Sequence[str | Path],
-    **keywords: Unpack[CompareKeywords],
+    source: str | Path, checkpoints: Sequence[str | Path], **keywords: Unpack[CompareKeywords]
 ) -> Comparison:
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from beamq.calib.options import (
-    DATA,
-    DEVICE,
-    DTYPE,
-    SAMPLES,
-    SEED,
-    SEQUENCE_LENGTH,
-)
+from beamq.calib.options import DATA, DEVICE, DTYPE, SAMPLES, SEED, SEQUENCE_LENGTH
 from beamq.options import option
 
 if TYPE_CHECKING:

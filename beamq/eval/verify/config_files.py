@@ -269,7 +269,5 @@ def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) ->
         for mismatch in mismatches(view, stored):
             built = "quantized" if mismatch.built else "unquantized"
             ledger.fault(
-                name,
-                mismatch.prefix,
-                f"built {built}, stored {mismatch.stored}: {mismatch.effect}",
+                name, mismatch.prefix, f"built {built}, stored {mismatch.stored}: {mismatch.effect}"
             )

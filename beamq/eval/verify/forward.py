@@ -23,13 +23,7 @@ from beamq.beam.config import BeamConfig
 from beamq.calib.data import load_calibration_data
 from beamq.devices import choose_device
 from beamq.errors import BeamqError
-from beamq.eval.compare.findings import (
-    Findings,
-    Limits,
-    breaches,
-    limits_for,
-    parting_layer,
-)
+from beamq.eval.compare.findings import Findings, Limits, breaches, limits_for, parting_layer
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
 from beamq.eval.verify.checks import CHECKS, Ledger

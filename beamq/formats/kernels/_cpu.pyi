@@ -2,13 +2,7 @@ from typing_extensions import Buffer
 
 def amax(src: Buffer, dtype: str, /) -> tuple[float, int, int]: ...
 def nvfp4_quantize(
-    src: Buffer,
-    dtype: str,
-    k: int,
-    global_scale: float,
-    out_codes: Buffer,
-    out_scales: Buffer,
-    /,
+    src: Buffer, dtype: str, k: int, global_scale: float, out_codes: Buffer, out_scales: Buffer, /
 ) -> tuple[int, int, int, int]: ...
 def nvfp4_sweep(
     src: Buffer,

@@ -90,13 +90,7 @@ def nvfp4_quantize(
 
 def _launch_amax(src: Any, peaks: Any, words: int, tensors: int, dtype: torch.dtype) -> None:
     triton_nvfp4.amax_kernel[(triton.cdiv(words, _AMAX_TILE * _AMAX_STEPS), tensors)](
-        src,
-        peaks,
-        words,
-        DTYPE=_DTYPES[dtype],
-        TILE=_AMAX_TILE,
-        STEPS=_AMAX_STEPS,
-        num_warps=8,
+        src, peaks, words, DTYPE=_DTYPES[dtype], TILE=_AMAX_TILE, STEPS=_AMAX_STEPS, num_warps=8
     )
 
 

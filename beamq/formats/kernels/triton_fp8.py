@@ -122,11 +122,7 @@ def quantize_rows_kernel(
 
 @triton.jit
 def dequantize_rows_kernel(
-    codes: tl.tensor,
-    scales: tl.tensor,
-    out: tl.tensor,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
+    codes: tl.tensor, scales: tl.tensor, out: tl.tensor, K: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:
     """fl(code * scale), rounded once more to `out`'s dtype; one row a program."""
     index = tl.program_id(0).to(tl.int64)

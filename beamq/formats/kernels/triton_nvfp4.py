@@ -212,11 +212,7 @@ def fast_fits(global_scale: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def block_codes(
-    words: tl.tensor,
-    step: tl.tensor,
-    WORDS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    FAST: tl.constexpr,
+    words: tl.tensor, step: tl.tensor, WORDS: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
 ) -> tl.tensor:
     """(low, high): words of eight codes each, of values divided by `step`."""
     reciprocal = tl.div_rn(1.0, step) if FAST else step  # without FAST it is not used
