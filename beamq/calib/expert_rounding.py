@@ -41,8 +41,7 @@ from beamq.formats import nvfp4
 from beamq.formats.gptq import damping_of, factorize, round_experts, shrunk
 from beamq.formats.numerics import E4M3_MIN, NVFP4_BLOCK
 from beamq.model.forward import LayerExperts
-from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight
-from beamq.model.gemm.products import swiglu
+from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight, swiglu
 from beamq.model.gemm.reference import nvfp4_operand
 from beamq.model.moe import ExpertSlice
 

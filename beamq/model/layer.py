@@ -31,8 +31,8 @@ from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.model.attention import AttentionWeights, attention
 from beamq.model.context import PassContext, SequenceLayout
-from beamq.model.gemm.backend import LinearWeight
-from beamq.model.gemm.products import CHUNK_ELEMENTS, product, swiglu
+from beamq.model.gemm.backend import CHUNK_ELEMENTS, LinearWeight, swiglu
+from beamq.model.gemm.reference import product
 from beamq.model.moe import ExpertSlice, RouterWeights, moe
 
 

@@ -31,7 +31,7 @@ from beamq.errors import MemoryBudgetError
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.read_ahead import read_ahead
 from beamq.io.source import Prefetch
-from beamq.model.gemm.products import CHUNK_ELEMENTS
+from beamq.model.gemm.backend import CHUNK_ELEMENTS
 from beamq.model.layer import LayerWeights, SparseMlp
 from beamq.model.loader import LayerLoader
 from beamq.model.moe import ExpertSlice

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.model.context import Observer, PassContext
-from beamq.model.gemm.backend import Gemm, Groups, LinearWeight
-from beamq.model.gemm.products import CHUNK_ELEMENTS, expert_rows, part_of, swiglu
+from beamq.model.gemm.backend import CHUNK_ELEMENTS, Gemm, Groups, LinearWeight, swiglu
+from beamq.model.gemm.operands import expert_rows, part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 
 from beamq.formats import fp8
 from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
-from beamq.model.gemm.products import ExpertRows, expert_rows
+from beamq.model.gemm.operands import ExpertRows, expert_rows
 from beamq.model.gemm.select import select_gemm
 
 EXPERTS = 24

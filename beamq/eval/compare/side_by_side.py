@@ -55,8 +55,7 @@ from beamq.model.context import Observer, SequenceLayout
 from beamq.model.expert_parallel import exchange_for
 from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
-from beamq.model.gemm.products import product
-from beamq.model.gemm.reference import ReferenceGemm, quantize_input
+from beamq.model.gemm.reference import ReferenceGemm, product, quantize_input
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns

@@ -10,6 +10,8 @@
     cublaslt   library_gemm.py: torch's cuBLASLt: dense linears; FP8 experts one by one
     quack      library_gemm.py: an optional package: NVFP4 on sm_120 and sm_121
 
+`swiglu` stands between two linears, fused into them by back ends that can.
+
 Dimensions are those of `beamq.model`: T tokens, S rows sorted by expert, N outputs, K inputs,
 E experts.
 """
@@ -21,9 +23,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 
+from beamq import devices
 from beamq.errors import TensorError
-from beamq.model.gemm.products import swiglu
 
 OPS = ("bf16-grouped", "fp8-dense", "fp8-grouped", "nvfp4-dense", "nvfp4-grouped")
 
@@ -115,6 +118,24 @@ class Groups:
             low, high = self.offsets[expert], self.offsets[expert + 1]
             if low < high:
                 yield expert, low, high
+
+
+CHUNK_ELEMENTS = 1 << 25  # FP32 temporaries of elementwise work stay near 128 MiB
+
+
+def swiglu(gate_up_SN: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up in FP32, rounded once; columns [gate | up]."""
+    if devices.serves(gate_up_SN):
+        from beamq.formats.kernels import gpu  # Triton
+
+        return gpu.swiglu(gate_up_SN)
+    rows, width = gate_up_SN.shape
+    out = gate_up_SN.new_empty(rows, width // 2)
+    step = max(1, CHUNK_ELEMENTS // width)
+    for start in range(0, rows, step):
+        gate, up = gate_up_SN[start : start + step].chunk(2, dim=-1)
+        out[start : start + step] = F.silu(gate.float()).mul_(up)
+    return out
 
 
 class Gemm(Protocol):

@@ -39,9 +39,16 @@ from beamq.model.gemm.backend import (
     LinearWeight,
     Nvfp4Weight,
     Tokens,
+    swiglu,
 )
-from beamq.model.gemm.operands import Fp4Operand, fp4_tokens, fp4_weight, fp8_rows, take
-from beamq.model.gemm.products import ExpertRows, swiglu
+from beamq.model.gemm.operands import (
+    ExpertRows,
+    Fp4Operand,
+    fp4_tokens,
+    fp4_weight,
+    fp8_rows,
+    take,
+)
 
 LEAST_QUACK = "0.6.5"  # earlier releases took scales in another form
 INSTALL_QUACK = 'pip install "beamq[quack]"'

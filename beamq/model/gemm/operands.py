@@ -8,11 +8,16 @@ before a GEMM of newer hardware can be run and tested anywhere.
 
 Scales of NVFP4 weights are row by row in memory. The swizzled copy is made when a weight is first
 used and lives as long as the weight.
+
+`ExpertRows` are offsets of experts' rows that stay on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -22,7 +27,7 @@ from beamq.errors import TensorError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.nvfp4 import QuantizedTensor, padded_rows, round_up, swizzle
 from beamq.model.gemm.backend import Fp8Rows, Gated, Groups, Nvfp4Weight, Tokens, static_scale
-from beamq.model.gemm.products import swiglu as plain_swiglu
+from beamq.model.gemm.backend import swiglu as plain_swiglu
 
 
 def take(tokens: Tokens, rows: torch.Tensor | None) -> Tokens:
@@ -136,3 +141,60 @@ def fp4_part(weight: Nvfp4Weight, first: int, last: int) -> Nvfp4Weight:
     part = weight.expert(slice(first, last))
     _swizzled[part.codes] = (whole.block_scale[first:last], whole.global_scale[first:last])
     return part
+
+
+class ExpertRows(Sequence[int]):
+    """Offsets of experts' rows on a device: `ends_E` int32 [E], the last of which is `total`.
+
+    Kernels read `ends_E`, so that work after the router is queued while the work before it still
+    runs. As a sequence of E + 1 offsets, it knows the first and the last entry; looking at another
+    one fetches all of them, which waits for the GPU.
+    """
+
+    def __init__(self, ends_E: torch.Tensor, total: int) -> None:
+        self.ends_E = ends_E
+        self.tables: dict[int, torch.Tensor] = {}
+        """Tables that kernels made from the ends, by rows of a tile."""
+        self._total = total
+
+    @cached_property
+    def host(self) -> tuple[int, ...]:
+        """All offsets; waits for the device the first time."""
+        return (0, *self.ends_E.tolist())
+
+    def __len__(self) -> int:
+        return self.ends_E.numel() + 1
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, int):
+            if index in (0, -len(self)):
+                return 0
+            if index in (-1, len(self) - 1):
+                return self._total
+        return self.host[index]
+
+
+def expert_rows(sorted_S: torch.Tensor, num_experts: int) -> Sequence[int]:
+    """E + 1 offsets of the experts in `sorted_S`, int64 [S] in ascending order.
+
+    Expert e has rows offsets[e]:offsets[e + 1]. `ExpertRows` on a GPU, a tuple on a CPU.
+    """
+    experts = torch.arange(num_experts, device=sorted_S.device)
+    ends_E = torch.searchsorted(sorted_S, experts, right=True, out_int32=True)
+    if sorted_S.is_cuda:
+        return ExpertRows(ends_E, sorted_S.numel())
+    return (0, *ends_E.tolist())
+
+
+def part_of(offsets: Sequence[int], first: int, last: int) -> Sequence[int]:
+    """Offsets of experts first .. last - 1, counted from 0; the sequence itself for all experts."""
+    if first == 0 and last == len(offsets) - 1:
+        return offsets
+    low = offsets[first]
+    return [end - low for end in offsets[first : last + 1]]

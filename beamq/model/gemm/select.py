@@ -37,8 +37,7 @@ from beamq.model.gemm.backend import (
     stored,
 )
 from beamq.model.gemm.check import ORDER, backends, known_checks
-from beamq.model.gemm.operands import fp4_part
-from beamq.model.gemm.products import part_of
+from beamq.model.gemm.operands import fp4_part, part_of
 from beamq.model.gemm.reference import ReferenceGemm
 
 FAST = "+fast"

@@ -27,8 +27,8 @@ from beamq.model.gemm.backend import (
     Tokens,
     static_scale,
 )
+from beamq.model.gemm.backend import swiglu as plain_swiglu
 from beamq.model.gemm.operands import decoded_fp4_tokens, fp8_rows, take
-from beamq.model.gemm.products import swiglu as plain_swiglu
 
 DECODE_BYTES = 1 << 30
 """Weights that the NVFP4 emulation decodes at a time."""

@@ -35,7 +35,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from beamq.formats.kernels.triton_fp8 import swiglu
-from beamq.model.gemm.products import ExpertRows
+from beamq.model.gemm.operands import ExpertRows
 
 _AT_ONCE = 32  # tiles of an expert written at a time
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from beamq.model.gemm.products import ExpertRows, expert_rows, part_of
+from beamq.model.gemm.operands import ExpertRows, expert_rows, part_of
 
 CHOICES = torch.tensor([1, 1, 1, 4, 4, 6])
 OFFSETS = (0, 0, 3, 3, 3, 5, 5, 6, 6)

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from beamq.model.gemm import products
+from beamq.model.gemm import reference
 from beamq.model.gemm.backend import DenseWeight, Groups
-from beamq.model.gemm.products import GRAIN, MANY_ROWS, cpu_lacks_bf16, product
+from beamq.model.gemm.reference import GRAIN, MANY_ROWS, cpu_lacks_bf16, product
 from beamq.model.gemm.select import select_gemm
 
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "cpu_lacks_bf16", lambda: True)
+    monkeypatch.setattr(reference, "cpu_lacks_bf16", lambda: True)
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def whole_numbers(*shape: int) -> torch.Tensor:
 def test_the_twin_where_sums_are_exact(
     lacking: None, monkeypatch: pytest.MonkeyPatch, rows: int, block: int
 ) -> None:
-    monkeypatch.setattr(products, "BLOCK_VALUES", block)
+    monkeypatch.setattr(reference, "BLOCK_VALUES", block)
     x, w = whole_numbers(rows, 64), whole_numbers(17, 64)
     got = product(x, w)
     assert got.dtype == torch.bfloat16
@@ -56,17 +56,17 @@ def test_few_rows_of_a_large_weight_are_left_to_torch(
     lacking: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, w = torch.randn(MANY_ROWS, 64).bfloat16(), torch.randn(48, 64).bfloat16()
-    monkeypatch.setattr(products, "LARGE_WEIGHT", w.numel() - 1)
+    monkeypatch.setattr(reference, "LARGE_WEIGHT", w.numel() - 1)
     called: list[int] = []
 
     def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         called.append(x.shape[0])
         return x @ w.t()
 
-    monkeypatch.setattr(products.F, "linear", linear)
+    monkeypatch.setattr(reference.F, "linear", linear)
     product(x, w)
     product(x[1:], w)
-    monkeypatch.setattr(products, "LARGE_WEIGHT", w.numel())
+    monkeypatch.setattr(reference, "LARGE_WEIGHT", w.numel())
     product(x[1:], w)
     assert called == [MANY_ROWS - 1]
 
@@ -89,11 +89,11 @@ def test_experts_are_multiplied_one_by_one(lacking: None) -> None:
 
 
 def test_only_bf16_on_a_cpu_that_lacks_it(lacking: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert products.widens(torch.zeros(1, dtype=torch.bfloat16))
-    assert not products.widens(torch.zeros(1))
-    assert not products.widens(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
-    monkeypatch.setattr(products, "cpu_lacks_bf16", lambda: False)
-    assert not products.widens(torch.zeros(1, dtype=torch.bfloat16))
+    assert reference.widens(torch.zeros(1, dtype=torch.bfloat16))
+    assert not reference.widens(torch.zeros(1))
+    assert not reference.widens(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    monkeypatch.setattr(reference, "cpu_lacks_bf16", lambda: False)
+    assert not reference.widens(torch.zeros(1, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_only_bf16_on_a_cpu_that_lacks_it(lacking: None, monkeypatch: pytest.Mon
 def test_which_cpus_lack_it(
     monkeypatch: pytest.MonkeyPatch, machine: str, capability: str, lacks: bool
 ) -> None:
-    monkeypatch.setattr(products.platform, "machine", lambda: machine)
-    monkeypatch.setattr(products.torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(reference.platform, "machine", lambda: machine)
+    monkeypatch.setattr(reference.torch.backends.cpu, "get_cpu_capability", lambda: capability)
     cpu_lacks_bf16.cache_clear()
     try:
         assert cpu_lacks_bf16() is lacks
