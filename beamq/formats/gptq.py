@@ -44,7 +44,13 @@ import torch
 from beamq import devices
 from beamq.errors import CalibrationError
 from beamq.formats.numerics import E2M1_MAX, NVFP4_BLOCK, e2m1_codes, e2m1_values, pack_nibbles
-from beamq.formats.nvfp4 import LARGEST, SMALLEST, candidate_offsets, max_block_scales
+from beamq.formats.nvfp4 import (
+    LARGEST,
+    SMALLEST,
+    QuantizedTensor,
+    candidate_offsets,
+    max_block_scales,
+)
 
 LARGEST_FP32 = 3.4028234663852886e38  # a step near 2^-127 has no reciprocal
 PIECE_ELEMENTS = {"cpu": 1 << 16}
@@ -64,43 +70,23 @@ def round_block(
     FP32. `w_E16N` becomes w - rounded. All may be views.
     """
     experts, _, n = w_E16N.shape
-    most = PIECE_ELEMENTS.get(w_E16N.device.type, 1 << 24)
-    step = max(1, most // (experts * len(candidate_offsets())))
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
-        _round_rows(
-            moved_E16N[:, :, rows],
-            w_E16N[:, :, rows],
-            unit_E1616,
-            pivot_E16,
-            global_scale_E.view(-1, 1),
-            codes_EN8[:, rows],
-            scale_EN[:, rows],
-        )
-
-
-def _round_rows(
-    moved_E16N: torch.Tensor,
-    w_E16N: torch.Tensor,
-    unit_E1616: torch.Tensor,
-    pivot_E16: torch.Tensor,
-    global_scale_E1: torch.Tensor,
-    codes_EN8: torch.Tensor,
-    scale_EN: torch.Tensor,
-) -> None:
-    middle_EN = max_block_scales(moved_E16N.transpose(1, 2), global_scale_E1)
-    offset_C11 = torch.tensor(candidate_offsets(), dtype=torch.int16).view(-1, 1, 1)
-    code_CEN = middle_EN.view(torch.uint8).to(torch.int16) + offset_C11.to(w_E16N.device)
-    code_CEN = code_CEN.clamp_(SMALLEST, LARGEST).to(torch.uint8)
-    step_CEN = code_CEN.view(torch.float8_e4m3fn).float().mul_(global_scale_E1)
-    loss_CEN, _ = _in_order(moved_E16N, w_E16N, unit_E1616, pivot_E16, step_CEN)
-    best_1EN = loss_CEN.argmin(dim=0, keepdim=True)  # the first of equals: the `max` rule's
-    step_1EN = step_CEN.gather(0, best_1EN)
-    _, q = _in_order(moved_E16N, w_E16N, unit_E1616, pivot_E16, step_1EN)
-    code_E16N = e2m1_codes(torch.cat(q).transpose(0, 1))
-    codes_EN8.copy_(pack_nibbles(code_E16N.transpose(1, 2)))
-    scale_EN.copy_(code_CEN.gather(0, best_1EN).squeeze(0))
-    w_E16N.sub_(e2m1_values(code_E16N).mul_(step_1EN.transpose(0, 1)))
+    offsets = torch.tensor(candidate_offsets(), dtype=torch.int16, device=w_E16N.device)
+    step = max(1, PIECE_ELEMENTS.get(w_E16N.device.type, 1 << 24) // (experts * len(offsets)))
+    global_scale_E1 = global_scale_E.view(-1, 1)
+    for rows in (slice(start, start + step) for start in range(0, n, step)):
+        moved, w = moved_E16N[:, :, rows], w_E16N[:, :, rows]
+        middle_EN = max_block_scales(moved.transpose(1, 2), global_scale_E1)
+        code_CEN = middle_EN.view(torch.uint8).to(torch.int16) + offsets.view(-1, 1, 1)
+        code_CEN = code_CEN.clamp_(SMALLEST, LARGEST).to(torch.uint8)
+        step_CEN = code_CEN.view(torch.float8_e4m3fn).float().mul_(global_scale_E1)
+        loss_CEN, _ = _in_order(moved, w, unit_E1616, pivot_E16, step_CEN)
+        best_1EN = loss_CEN.argmin(dim=0, keepdim=True)  # the first of equals: the `max` rule's
+        step_1EN = step_CEN.gather(0, best_1EN)
+        _, q = _in_order(moved, w, unit_E1616, pivot_E16, step_1EN)
+        code_E16N = e2m1_codes(torch.cat(q).transpose(0, 1))
+        codes_EN8[:, rows] = pack_nibbles(code_E16N.transpose(1, 2))
+        scale_EN[:, rows] = code_CEN.gather(0, best_1EN).squeeze(0)
+        w.sub_(e2m1_values(code_E16N).mul_(step_1EN.transpose(0, 1)))
 
 
 def _in_order(
@@ -201,18 +187,10 @@ def shrunk(
     return mean * share + (pool_KK / pool_rows) * (1 - share)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedExperts:
-    """`codes` U8 [E, N, K/2] and `block_scale` E4M3 [E, N, K/16]."""
-
-    codes: torch.Tensor
-    block_scale: torch.Tensor
-
-
 def round_experts(
     w_ENK: torch.Tensor, feedback: Feedback, global_scale_E: torch.Tensor
-) -> RoundedExperts:
-    """GPTQ over all columns. `w_ENK` in any float dtype; K a multiple of 16."""
+) -> QuantizedTensor:
+    """GPTQ over all columns of a stack. `w_ENK` in any float dtype; K a multiple of 16."""
     experts, n, k = w_ENK.shape
     device, round_block = w_ENK.device, block_rounder(w_ENK.device)
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
@@ -234,7 +212,8 @@ def round_experts(
                 codes[:, :, first // 2 : last // 2],
                 scales[:, :, first // NVFP4_BLOCK],
             )
-    return RoundedExperts(codes=codes, block_scale=scales.view(torch.float8_e4m3fn))
+    block_scale = scales.view(torch.float8_e4m3fn)
+    return QuantizedTensor(codes=codes, block_scale=block_scale, global_scale=global_scale_E)
 
 
 def _moved(

@@ -106,7 +106,7 @@ def _error(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizedTensor:
-    """value[n, k] = code[n, k] * block_scale[n, k // 16] * global_scale."""
+    """value[n, k] = code[n, k] * block_scale[n, k // 16] * global_scale; or a stack, [G] first."""
 
     codes: torch.Tensor
     """U8 [N, K/2], two codes to a byte, the even k in the low nibble."""

@@ -344,19 +344,12 @@ def close_sublayer(
     """The n-th addition to the stream: h * sqrt((n-1)/n) + norm(x) * sqrt(1/n)."""
     out = torch.empty_like(h_TK)
     k = h_TK.shape[-1]
+    block = triton.next_power_of_2(k)
     if h_TK.numel():
         close_kernel[(h_TK.shape[0],)](
-            x_TK,
-            h_TK,
-            weight,
-            out,
-            eps,
-            math.sqrt((n - 1) / n),
-            1.0 / math.sqrt(n),
-            K=k,
-            BLOCK=triton.next_power_of_2(k),
-            num_warps=max(1, min(16, triton.next_power_of_2(k) // 512)),
-        )
+            x_TK, h_TK, weight, out, eps, math.sqrt((n - 1) / n), 1.0 / math.sqrt(n),
+            K=k, BLOCK=block, num_warps=max(1, min(16, block // 512)),
+        )  # fmt: skip
     return out
 
 
@@ -373,14 +366,6 @@ def add_experts(
     if tokens and high > low:
         block = min(2048, triton.next_power_of_2(k))
         add_kernel[(tokens, triton.cdiv(k, block))](
-            sum_TK,
-            y_SK,
-            row_Tk,
-            weight_S,
-            low,
-            high,
-            K=k,
-            TOP=row_Tk.shape[1],
-            BLOCK=block,
-            num_warps=8 if block >= 2048 else 4,
-        )
+            sum_TK, y_SK, row_Tk, weight_S, low, high,
+            K=k, TOP=row_Tk.shape[1], BLOCK=block, num_warps=8 if block >= 2048 else 4,
+        )  # fmt: skip

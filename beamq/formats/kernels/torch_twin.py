@@ -62,8 +62,6 @@ def nvfp4_sweep(
     codes = _sized("out_codes", out_codes, n * k // 2)
     scales = _sized("out_scales", out_scales, n * k // NVFP4_BLOCK)
     weight_K = None if weights is None else _sized("weights", weights, k * 4).view(torch.float32)
-    if n == 0:
-        return 0, 0, 0, 0
     q = nvfp4.quantize(w_NK, global_scale, scale_rule=scale_rule, weight_K=weight_K)
     codes.copy_(q.codes.flatten())
     scales.copy_(q.block_scale.view(torch.uint8).flatten())
@@ -83,8 +81,6 @@ def fp8_quantize_rows(
     n = w_NK.shape[0]
     codes_out = _sized("out_codes", out_codes, n * k)
     scales_out = _sized("out_scales", out_scales, n * 4)
-    if n == 0:
-        return 0, -1, 0
     codes, scale = fp8.quantize_rows(w_NK)
     codes_out.copy_(codes.view(torch.uint8).flatten())
     scales_out.copy_(scale.flatten().view(torch.uint8))
@@ -102,8 +98,6 @@ def nvfp4_dequantize(
     n = packed.shape[0]
     block_scale = _sized("scales", scales, n * k // NVFP4_BLOCK)
     target = _sized("out", out, n * k * dtype.itemsize)
-    if n == 0:
-        return
     q = nvfp4.QuantizedTensor(
         codes=packed,
         block_scale=block_scale.view(torch.float8_e4m3fn).view(n, k // NVFP4_BLOCK),
@@ -118,9 +112,8 @@ def fp8_dequantize_rows(codes: Buffer, scales: Buffer, k: int, out: Buffer, out_
     n = codes_NK.shape[0]
     scale_N1 = _sized("scales", scales, n * 4).view(torch.float32).view(n, 1)
     target = _sized("out", out, n * k * dtype.itemsize)
-    if n:
-        values = fp8.dequantize_rows(codes_NK.view(torch.float8_e4m3fn), scale_N1, torch.float32)
-        target.copy_(_bytes(_cast(values, dtype)))
+    values = fp8.dequantize_rows(codes_NK.view(torch.float8_e4m3fn), scale_N1, torch.float32)
+    target.copy_(_bytes(_cast(values, dtype)))
 
 
 def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
@@ -129,8 +122,6 @@ def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
     if src_dtype == out_dtype:
         raise ValueError("source and output have the same dtype; copy the bytes")
     target = _sized("out", out, values.numel() * dtype.itemsize)
-    if values.numel() == 0:
-        return 0
     converted = _cast(values, dtype)
     target.copy_(_bytes(converted))
     return int((values.isfinite() & converted.isinf()).sum())

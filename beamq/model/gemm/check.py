@@ -241,19 +241,15 @@ def _child(device: torch.device, pairs: Sequence[Pair]) -> tuple[list[str], str 
             timeout=CHILD_SECONDS,
             check=False,
         )
+        out, death = ended.stdout, None
+        if ended.returncode:
+            last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+            death = f"its check ended with exit code {ended.returncode}: {last[:200]}"
     except subprocess.TimeoutExpired as late:
         text = late.stdout or b""
         out = text.decode() if isinstance(text, bytes) else text
-        return _json_lines(out), f"its check took more than {CHILD_SECONDS} s"
-    if not ended.returncode:
-        return _json_lines(ended.stdout), None
-    last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    death = f"its check ended with exit code {ended.returncode}: {last[:200]}"
-    return _json_lines(ended.stdout), death
-
-
-def _json_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("{")]
+        death = f"its check took more than {CHILD_SECONDS} s"
+    return [line for line in out.splitlines() if line.startswith("{")], death
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -102,11 +103,8 @@ class Cutlass(_Library):
         if not isinstance(weight, Nvfp4Weight):
             raise TypeError("only quantized linears are served")
         own = fp4_weight(weight)
-        stack = Fp4Operand(
-            codes=own.codes.unsqueeze(0),
-            block_scale=own.block_scale.unsqueeze(0),
-            global_scale=own.global_scale,
-        )
+        codes, block_scale = own.codes.unsqueeze(0), own.block_scale.unsqueeze(0)
+        stack = replace(own, codes=codes, block_scale=block_scale)
         return self._nvfp4(fp4_tokens(x_TK, weight.input_scale), stack, one_group.offsets)
 
     def grouped(
@@ -247,11 +245,7 @@ class Quack(_Library):
         start = 0  # of the expert's rows of scales, which are padded to whole tiles
         for expert, low, high in groups.busy():
             end = start + round_up(high - low, ROWS)
-            some = Fp4Operand(
-                codes=x.codes[low:high],
-                block_scale=x.block_scale[start:end],
-                global_scale=x.global_scale,
-            )
+            some = replace(x, codes=x.codes[low:high], block_scale=x.block_scale[start:end])
             own = Fp4Operand(
                 codes=w.codes[expert],
                 block_scale=w.block_scale[expert],

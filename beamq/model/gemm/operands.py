@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from beamq import devices
 from beamq.errors import TensorError
 from beamq.formats import fp8, nvfp4
-from beamq.formats.nvfp4 import QuantizedTensor, padded_rows, round_up, swizzle
+from beamq.formats.nvfp4 import padded_rows, round_up, swizzle
 from beamq.model.gemm.backend import Fp8Rows, Gated, Groups, Nvfp4Weight, Tokens, static_scale
 from beamq.model.gemm.backend import swiglu as plain_swiglu
 
@@ -97,17 +97,6 @@ def fp4_tokens(
         codes=codes,
         block_scale=scales.view(padded, -1),
         global_scale=input_scale.to(torch.float32).reshape(1),
-    )
-
-
-def decoded_fp4_tokens(x_TK: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """Code * block scale of quantized tokens [T, K] in BF16, exact, on a GPU."""
-    from beamq.formats.kernels import gpu  # Triton
-
-    q = gpu.nvfp4_quantize(x_TK, static_scale(input_scale))
-    one = torch.ones((), device=x_TK.device)
-    return gpu.nvfp4_dequantize(
-        QuantizedTensor(codes=q.codes, block_scale=q.block_scale, global_scale=one)
     )
 
 

@@ -10,6 +10,7 @@ of BF16. Weights are decoded some experts at a time; memory stays near that of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from beamq.model.gemm.backend import (
     static_scale,
 )
 from beamq.model.gemm.backend import swiglu as plain_swiglu
-from beamq.model.gemm.operands import decoded_fp4_tokens, fp8_rows, take
+from beamq.model.gemm.operands import fp8_rows, take
 
 DECODE_BYTES = 1 << 30
 """Weights that the NVFP4 emulation decodes at a time."""
@@ -61,7 +62,10 @@ class Triton(GemmBackend):
         if isinstance(weight, Fp8Weight):
             return fp8_rows(x_TK)
         if isinstance(weight, Nvfp4Weight):
-            return decoded_fp4_tokens(x_TK, weight.input_scale)
+            from beamq.formats.kernels import gpu  # Triton may be missing
+
+            q = gpu.nvfp4_quantize(x_TK, static_scale(weight.input_scale))
+            return gpu.nvfp4_dequantize(replace(q, global_scale=torch.ones_like(q.global_scale)))
         return x_TK
 
     def gated(
@@ -88,16 +92,16 @@ class Triton(GemmBackend):
         swiglu: bool = False,
     ) -> torch.Tensor:
         """See `GemmBackend.grouped`; with `swiglu`, SwiGLU of the products with [gate | up]."""
-        from beamq.model.gemm.triton_grouped import Scales, grouped_gemm  # Triton may be missing
+        from beamq.model.gemm.triton_grouped import grouped_gemm  # Triton may be missing
 
         x = take(tokens, groups.rows)
         if isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
-            scales = Scales(row=x.scale, column=weight.scale)
             return grouped_gemm(
                 x.codes,
                 weight.codes,
                 groups.offsets,
-                scales=scales,
+                row_scale=x.scale,
+                column_scale=weight.scale,
                 fast=self._fast,
                 swiglu=swiglu,
                 out=out,
@@ -122,7 +126,7 @@ class Triton(GemmBackend):
         Both global scales are applied after the sum.
         """
         from beamq.formats.kernels import gpu  # Triton may be missing
-        from beamq.model.gemm.triton_grouped import Scales, grouped_gemm
+        from beamq.model.gemm.triton_grouped import grouped_gemm
 
         _, n, half = weight.codes.shape
         if out is None:
@@ -138,14 +142,13 @@ class Triton(GemmBackend):
                 _experts(t, some)
                 for t in (weight.codes, weight.block_scale.view(torch.uint8), weight.global_scale)
             )
-            q = QuantizedTensor(
-                codes=codes, block_scale=scales.view(torch.float8_e4m3fn), global_scale=one
-            )
+            block_scale = scales.view(torch.float8_e4m3fn)
+            q = QuantizedTensor(codes=codes, block_scale=block_scale, global_scale=one)
             grouped_gemm(
                 operand_SK[low:high],
                 gpu.nvfp4_dequantize(q),
                 [*(offsets[e] - low for e in some), high - low],
-                scales=Scales(column=factor * input_scale),
+                column_scale=factor * input_scale,
                 swiglu=swiglu,
                 out=out[low:high],
             )

@@ -129,14 +129,6 @@ class TileShape:
     warps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
-    """Factors after the sum: `row` FP32 [S] or [S, 1], `column` FP32 [E, N] or [E, N, 1]."""
-
-    row: torch.Tensor | None = None
-    column: torch.Tensor | None = None
-
-
 @triton.jit
 def grouped_kernel(
     a: tl.tensor,
@@ -212,14 +204,16 @@ def grouped_gemm(
     b_ENK: torch.Tensor,
     offsets: Sequence[int],
     *,
-    scales: Scales = Scales(),
+    row_scale: torch.Tensor | None = None,
+    column_scale: torch.Tensor | None = None,
     swiglu: bool = False,
     fast: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y [S, N] BF16 (SwiGLU: [S, N/2]); expert e has rows offsets[e]:offsets[e+1].
 
-    Operands are both BF16 or both E4M3, contiguous, with K a multiple of 16 bytes.
+    Operands are both BF16 or both E4M3, contiguous, with K a multiple of 16 bytes. Factors after
+    the sum: `row_scale` FP32 [S] or [S, 1], `column_scale` FP32 [E, N] or [E, N, 1].
     """
     experts, n, k = b_ENK.shape
     width = n // 2 if swiglu else n
@@ -236,8 +230,8 @@ def grouped_gemm(
         _descriptor(a_SK, [shape.rows, shape.depth]),
         _descriptor(b_ENK.view(experts * n, k), [columns, shape.depth]),
         out,
-        out if scales.row is None else scales.row,  # a pointer is needed even if it is not read
-        out if scales.column is None else scales.column,
+        out if row_scale is None else row_scale,  # a pointer is needed even if it is not read
+        out if column_scale is None else column_scale,
         tiles,
         N=width,
         K=k,
@@ -245,8 +239,8 @@ def grouped_gemm(
         COLUMNS=columns,
         DEPTH=shape.depth,
         PROGRAMS=multiprocessors,
-        ROW_SCALED=scales.row is not None,
-        COLUMN_SCALED=scales.column is not None,
+        ROW_SCALED=row_scale is not None,
+        COLUMN_SCALED=column_scale is not None,
         SWIGLU=swiglu,
         IMPRECISE=imprecise,
         num_stages=shape.stages,

@@ -22,7 +22,7 @@ def moments(experts: int, width: int, rows: int = 400, seed: int = 1) -> torch.T
     return x_ESK.transpose(1, 2) @ x_ESK / rows
 
 
-def decoded(rounded: gptq.RoundedExperts, scale_E: torch.Tensor) -> torch.Tensor:
+def decoded(rounded: nvfp4.QuantizedTensor, scale_E: torch.Tensor) -> torch.Tensor:
     return torch.stack(
         [
             nvfp4.dequantize(
