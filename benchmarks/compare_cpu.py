@@ -3,8 +3,8 @@
 The source is converted to NVFP4 experts (scales of the largest value, calibrated on odd modules)
 and to FP8 (experts, and every linear), then compared on 16 x 512 tokens of the standard library's
 top modules, sorted, even positions. Against the comparison of source, NVFP4 and FP8 stands
-`beamq.logits` of the three, one after the other. Process time is shown beside wall time, since a
-machine that is shared stretches the latter.
+`beamq.logits` of the three, one after the other. CPU time is shown as well as wall time, because
+other users of a shared machine stretch the latter.
 
     python -m benchmarks.compare_cpu CHECKPOINT [--threads 2] [--rounds 3]
 """
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show_figures(source: Path, made: dict[str, Path], ids: NDArray[np.int64]) -> None:
-    """Mean KLD and same top token of each recipe, and of NVFP4 weights with precise activations."""
+    """Mean KLD and same top token of each recipe, and of NVFP4 weights with exact activations."""
     rows = [("", compare(source, list(made.values()), input_ids=ids).candidates)]
     only = compare(source, [made["nvfp4-max"]], input_ids=ids, gemm="weights-only")
     rows.append((", weights only", only.candidates))

@@ -139,17 +139,17 @@ class Bench:
 
     def _keep(self, item: Run, result: dict[str, Any]) -> None:
         self._record["runs"][item.key] = {**asdict(item), **result}
-        told = ", ".join(
+        figures = ", ".join(
             f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}"
             for name, value in result.items()
         )
-        print(f"{item.key}: {told}", flush=True)
+        print(f"{item.key}: {figures}", flush=True)
         if self._options.json is not None:
             self._options.json.write_text(json.dumps(self._record, indent=1))
 
     def _measure(self, item: Run, workplace: Workplace) -> dict[str, Any]:
         if item.who == "imports":
-            return _told(run([sys.executable, "-c", "import beamq.cli, beamq.convert.quantize"]))
+            return _figures(run([sys.executable, "-c", "import beamq.cli, beamq.convert.quantize"]))
         source = workplace.slice(item.experts)
         read = weights_nbytes(source)
         if item.part == "disk":
@@ -170,7 +170,7 @@ class Bench:
             cost, extra = run(ours(source, workplace.output, item.form)), {}
             self._written[item.form, item.experts] = weights_nbytes(workplace.output)
         written = sum(path.stat().st_size for path in workplace.output.iterdir() if path.is_file())
-        return {**_told(cost), **extra, "read_nbytes": read, "written_nbytes": written}
+        return {**_figures(cost), **extra, "read_nbytes": read, "written_nbytes": written}
 
     def _floor(self, item: Run, source: Path, output: Path) -> list[str]:
         written = self._written.get((item.form, item.experts))
@@ -183,10 +183,10 @@ class Bench:
         return [*command, "--fsync"] if item.part == "disk" else command
 
 
-def _told(cost: Cost) -> dict[str, Any]:
-    told = asdict(cost)
-    del told["output"]
-    return told
+def _figures(cost: Cost) -> dict[str, Any]:
+    figures = asdict(cost)
+    del figures["output"]
+    return figures
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

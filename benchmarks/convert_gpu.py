@@ -7,17 +7,17 @@
 
 FOLDER should be memory-backed and gets the source (kept there with --keep) and one output at a
 time. For each recipe: seconds of each stage alone (`conversion_stages.py`), then the conversion in
-this process (rounds; the first, in which kernels are compiled, is told apart) and as a process of
+this process (rounds; the first, which compiles kernels, is shown on its own) and as a process of
 its own. "whole/slowest" is the slowest stage's time over the whole's (goal 0.8); "whole/floor" is
-that of the reading, writing and summing that cores have to do whoever computes.
+the time that the cores need to read, write and sum the bytes, over the whole's.
 
 Projections are to the full model's 1,003 GB: at the rate between first and last byte, and with
-storage that gives 7 or 28 GB/s; what a process needs before and after is added once.
+storage that gives 7 or 28 GB/s; the time before the first and after the last byte is added once.
 
 One pass: `quantize --data` with 256 rows of 2,048 tokens of made-up words, after loading and
-running a layer of each kind twice (the first time: "cold", page-locked memory and compiling). A
-layer's time is from the end of the one before to its own end, of the last layer, so that its
-reading ahead ran beside a pass like its own: three sparse layers show it. Projected to 3 dense and
+running a layer of each kind twice (the first time, "cold", includes page-locked memory and
+compiling). The last layer is measured, from the end of the layer before it to its own end: it was
+read during a pass like its own. Three sparse layers are enough for that. Projected to 3 dense and
 49 sparse layers, cold start included (goal: 10 minutes at 7 GB/s).
 """
 

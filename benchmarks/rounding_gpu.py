@@ -5,14 +5,14 @@
 Sweep: one expert projection of Beam, BF16 [16, 2560, 5120], time of `gpu.nvfp4_quantize` with the
 sweep over that with `max` (goal: at most 8).
 
-GPTQ: some experts of real width in a layer of 256, visited as calibration visits them: batches of
-16,384 synthetic tokens, each token read by 8 experts, until every expert has `--rows-per-input`
-times as many rows as inputs (16 x 5,120). A few batches stand for all, over and over. `visit` is
-all that `ExpertRounding` does, codes on the host included; its stages are measured one by one
-before: second moments (rows gathered, `down`'s inputs computed anew, quantized as served, products
-summed), the factor, and the rounding, which is a GEMM between blocks (`feedback`) and the blocks
-themselves. Times are scaled to 256 experts and 49 layers. Reading, the forward pass itself and
-writing are not in them (goal: at most 30 minutes beside them).
+GPTQ: some experts of real width in a layer of 256, rounded as in a calibration. Batches of 16,384
+synthetic tokens, each read by 8 experts, follow until every expert has `--rows-per-input` times as
+many rows as inputs (16 x 5,120); a few batches serve again and again. A layer's time is that of all
+that `ExpertRounding` does, codes on the host included. Its stages are measured one by one before:
+second moments (rows gathered, `down`'s inputs computed anew, quantized as served, products summed),
+the factor, and the rounding, which is a GEMM between blocks (`feedback`) and the blocks themselves.
+Times are scaled to 256 experts and 49 layers. They leave out reading, the forward pass itself and
+writing (goal: at most 30 minutes on top of those).
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def stages(seen: LayerExperts, config: BeamConfig) -> dict[str, dict[str, float]
     return found
 
 
-def visit(seen: LayerExperts, config: BeamConfig) -> float:
-    """Seconds of the whole visit, but for writing."""
+def rounding_s(seen: LayerExperts, config: BeamConfig) -> float:
+    """Seconds of all that `ExpertRounding` does with a layer, without writing."""
     every = {(expert, group) for expert in range(len(seen.rows_E)) for group in GROUPS}
     rounding = ExpertRounding(
         {0: every},
@@ -137,13 +137,13 @@ def visit(seen: LayerExperts, config: BeamConfig) -> float:
 
 def measured(experts: int, per_input: int) -> dict[str, Any]:
     """All of GPTQ, and what a whole model would take."""
-    visit(synthetic_layer(REAL, 1, 1), REAL)  # libraries are loaded and kernels compiled now
+    rounding_s(synthetic_layer(REAL, 1, 1), REAL)  # libraries are loaded and kernels compiled now
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     seen = synthetic_layer(REAL, experts, per_input)
     held = torch.cuda.memory_allocated()
     by_stage = stages(seen, REAL)
-    whole = visit(seen, REAL) * REAL.num_experts / experts
+    whole = rounding_s(seen, REAL) * REAL.num_experts / experts
     scale = REAL.num_experts / experts
     names = next(iter(by_stage.values()))
     return {

@@ -121,15 +121,15 @@ def convert(
     file = output.with_name("moments")
     arguments = [source, output, options.recipe, options.device, ROUNDS, file]
     follow(start(ranks, "benchmarks.scaling_worker", [str(each) for each in arguments]))
-    told = [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(ranks)]
+    ranks_found = [json.loads(Path(f"{file}.{rank}").read_text()) for rank in range(ranks)]
     seconds = [
         max(last for _, last in moments) - min(first for first, _ in moments) + 1e-9
-        for moments in zip(*(each["moments"] for each in told), strict=True)
+        for moments in zip(*(each["moments"] for each in ranks_found), strict=True)
     ]
     return {
         "convert_s": median(seconds[1:]),
         "first_convert_s": seconds[0],
-        "floor_s": max(each["floor_s"] for each in told) / ranks,
+        "floor_s": max(each["floor_s"] for each in ranks_found) / ranks,
     }
 
 
