@@ -20,6 +20,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar, assert_never
 
 from beamq.beam.tensors import Role
@@ -54,7 +55,7 @@ class JobContext:
     """What all jobs of a run share.
 
     `scale_rule` chooses NVFP4's block scales (see `Recipe`). `input_scale` gives the scale of a
-    linear; without it those tensors are left for `JobWriter.write_input_scale`. `advance` is
+    linear; without it those tensors are left for `JobWriter.write_input_scales`. `advance` is
     called with the source bytes that were read, `stopped` asks whether to give up.
     """
 
@@ -104,7 +105,7 @@ class CpuWorkerFactory:
     def __init__(self, checkpoint: Checkpoint, memory: int, workers: int) -> None:
         self._checkpoint = checkpoint
         self._piece = piece_bytes(workers)
-        self._pool = host_pool(memory)
+        self._pool = BufferPool(memory, allocate=_anonymous, size=len, discard=mmap.mmap.close)
 
     def count(self, asked: int) -> int:
         """All of them."""
@@ -119,7 +120,7 @@ class CpuWorker:
     """Converts jobs for one thread; the pool is shared by threads."""
 
     def __init__(
-        self, checkpoint: Checkpoint, pool: HostPool, context: JobContext, piece: int = PIECE_BYTES
+        self, checkpoint: Checkpoint, pool: BufferPool[mmap.mmap], context: JobContext, piece: int
     ) -> None:
         """`piece` is how many bytes are worked on at a time."""
         self._checkpoint = checkpoint
@@ -215,9 +216,7 @@ class CpuWorker:
         (output,), module = member.outputs, member.role.module
         n, k = output.shape
         scales = memoryview(self._checkpoint.read(f"{module}.weight_scale"))
-        global_scale = 1.0
-        if kind is JobKind.DECODE_NVFP4:
-            global_scale = self._global_scale(member)
+        global_scale = self._global_scale(member) if kind is JobKind.DECODE_NVFP4 else 1.0
         row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
         sink = out.sink(output)
         row = 0
@@ -258,11 +257,8 @@ class CpuWorker:
         buffer = self._pool.acquire(job.source_nbytes, self._context.stopped)
         try:
             with memoryview(buffer) as whole:
-                views: list[memoryview] = []
-                begin = 0
-                for member in job.members:
-                    views.append(whole[begin : begin + member.source.nbytes])
-                    begin += member.source.nbytes
+                ends = list(accumulate(member.source.nbytes for member in job.members))
+                views = [whole[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
                 self._nvfp4_group(job, views, out)
                 for view in views:  # the pool can close a buffer only when no view is left
                     view.release()
@@ -277,6 +273,8 @@ class CpuWorker:
         scale = cpu.nvfp4_global_scale(amax)
         for member, view in zip(job.members, views, strict=True):
             self._nvfp4_member(member, view, scale, out)
+        if self._context.input_scale is not None:
+            out.write_input_scales(job, self._context.input_scale)
 
     def _load(self, member: Member, view: memoryview | None) -> float:
         """Fill `view`, if given; the largest magnitude, found while pieces are in cache."""
@@ -322,8 +320,6 @@ class CpuWorker:
         sink.finish()
         out.write(outputs.block_scale, scales)
         out.write(outputs.global_scale, f32_bytes(global_scale))
-        if self._context.input_scale is not None:
-            out.write_input_scale(member, self._context.input_scale)
 
 
 class _Scratch:
@@ -405,15 +401,8 @@ class BufferPool(Generic[Buffer]):
             self._condition.notify_all()
 
 
-HostPool = BufferPool[mmap.mmap]
-
-
-def host_pool(budget: int) -> HostPool:
-    """Anonymous memory of this process."""
-    return BufferPool(budget, allocate=_anonymous, size=len, discard=mmap.mmap.close)
-
-
 def _anonymous(nbytes: int) -> mmap.mmap:
+    """Memory of this process."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -39,7 +39,7 @@ from beamq.io.source import INDEX_NAME, LocalFiles
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Draft, JobKind, Work, place
-from beamq.plan.sources import Companion, SourceRange, companion_files, restored_name
+from beamq.plan.sources import SourceRange, companion_files, restored_name
 from beamq.ranks import current_ranks
 
 
@@ -168,18 +168,13 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
         recipe_digest="dequantize",
         jobs=jobs,
         shards=shards,
-        companions=_companions(source),
+        companions=tuple(  # not the quantized folder's card, which says what is no longer true
+            replace(companion, target=target)
+            for companion in companion_files(source.source)
+            if (target := restored_name(companion)) is not None
+        ),
         remote_shards=source.source.missing_nbytes(),
         total_parameters=sum(math.prod(t.shape) for shard in shards for t in shard.tensors),
-    )
-
-
-def _companions(source: Checkpoint) -> tuple[Companion, ...]:
-    """Everything but the quantized folder's own card, which says what is no longer true."""
-    return tuple(
-        replace(companion, target=target)
-        for companion in companion_files(source.source)
-        if (target := restored_name(companion)) is not None
     )
 
 
@@ -193,11 +188,7 @@ def _drafts(source: Checkpoint, config: BeamConfig) -> Iterator[Draft]:
             yield _copy(role, spec, shape)
             continue
         used.update(role.module + suffix for suffix in SCALE_SUFFIXES)
-        kind = _check_quantized(source, role, spec, scale, shape)
-        whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
-        yield Draft(
-            kind=kind, group=role.module, members=[(role, whole, ((role.name, "BF16", shape),))]
-        )
+        yield _draft(_check_quantized(source, role, spec, scale, shape), role, spec, "BF16", shape)
     for name, spec in source.tensors.items():
         if name not in used:
             yield _copy(classify(name), spec, spec.shape)
@@ -211,10 +202,16 @@ def _copy(role: TensorRole, spec: TensorSpec, shape: tuple[int, ...]) -> Draft:
         if dtype not in ("BF16", "F16", "F32"):
             raise TensorError(f"{spec.name}: {dtype} without a weight_scale; cannot be decoded")
         dtype = "F32" if role.role in FP32_ROLES else "BF16"
+    return _draft(JobKind.COPY, role, spec, dtype, shape)
+
+
+def _draft(
+    kind: JobKind, role: TensorRole, spec: TensorSpec, dtype: str, shape: tuple[int, ...]
+) -> Draft:
+    """From a whole tensor to one of the same name."""
     whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
-    return Draft(
-        kind=JobKind.COPY, group=spec.name, members=[(role, whole, ((spec.name, dtype, shape),))]
-    )
+    group = spec.name if kind is JobKind.COPY else role.module
+    return Draft(kind=kind, group=group, members=[(role, whole, ((spec.name, dtype, shape),))])
 
 
 def _check_quantized(

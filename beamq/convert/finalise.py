@@ -61,14 +61,9 @@ def finalise(
 
 def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
     """The source's config.json, verbatim but for `dtype` and `quantization_config`."""
-    config = {
-        key: value
-        for key, value in source_config.items()
-        if key not in ("quantization_config", "torch_dtype")
-    }
-    config["dtype"] = "bfloat16"
-    config["quantization_config"] = dict(block)
-    return config
+    dropped = ("quantization_config", "torch_dtype")
+    config = {key: value for key, value in source_config.items() if key not in dropped}
+    return config | {"dtype": "bfloat16", "quantization_config": dict(block)}
 
 
 def build_index(plan: Work) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,11 +25,11 @@ from numpy.typing import NDArray
 from beamq.errors import DeviceError, MemoryBudgetError
 from beamq.formats.kernels import RESULT_NBYTES
 
-_NOT_READY = 600
 _BLOCKING_NO_TIMING = 1 | 2  # a waiting thread sleeps
 _MEMORY_TYPE, _ON_HOST = 2, 1
-
-_Address, _Stream, _Event = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p
+_REMEDY = "what is finished is kept: run again with --resume, on another --device if it fails again"
+_Address, _Stream = ctypes.c_uint64, ctypes.c_void_p
+_Call = Callable[..., int]
 
 
 class CudaDriver:
@@ -38,8 +39,8 @@ class CudaDriver:
     that costs tens of microseconds for a call that takes three (ADR 12): a GPU was fed at 9 GB/s.
     Called through `PyDLL` they keep it; only waiting releases it. Streams and memory are torch's.
 
-    Addresses are integers. Every call raises `DeviceError` for a code that is not success, and
-    needs a current context in the calling thread.
+    Addresses are integers. Calls need a current context in the calling thread. They raise
+    `DeviceError` for a code that is not success.
     """
 
     def __init__(self) -> None:
@@ -48,73 +49,44 @@ class CudaDriver:
         except OSError as fault:
             raise DeviceError(f"CUDA's driver library cannot be loaded: {fault}") from fault
 
-        def call(
-            name: str, *arguments: type, library: ctypes.CDLL = quick
-        ) -> ctypes._NamedFuncPointer:
+        def raw(name: str, *arguments: type, library: ctypes.CDLL = quick) -> _Call:
             function = library[name]
             function.argtypes, function.restype = arguments, ctypes.c_int
             return function
 
-        size = ctypes.c_size_t
-        self._upload = call("cuMemcpyHtoDAsync_v2", _Address, _Address, size, _Stream)
-        self._download = call("cuMemcpyDtoHAsync_v2", _Address, _Address, size, _Stream)
-        self._fill = call("cuMemsetD8Async", _Address, ctypes.c_ubyte, size, _Stream)
-        self._create = call("cuEventCreate", ctypes.POINTER(_Event), ctypes.c_uint)
-        self._destroy = call("cuEventDestroy_v2", _Event)
-        self._record = call("cuEventRecord", _Event, _Stream)
-        self._query = call("cuEventQuery", _Event)
-        self._wait = call("cuEventSynchronize", _Event, library=waiting)
-        self._attribute = call("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, _Address)
-        self._name = call("cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        describe = raw("cuGetErrorName", ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
 
-    def upload(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy from page-locked memory to the device."""
-        self._check(self._upload(to, source, nbytes, stream), "copying to the GPU")
+        def call(doing: str, function: _Call) -> Callable[..., None]:
+            def checked(*arguments: object) -> None:
+                if code := function(*arguments):
+                    name = ctypes.c_char_p()
+                    describe(code, ctypes.byref(name))
+                    reason = name.value.decode() if name.value else f"error {code}"
+                    raise DeviceError(f"{doing} failed: {reason}; {_REMEDY}")
 
-    def download(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Queue a copy from the device to page-locked memory."""
-        self._check(self._download(to, source, nbytes, stream), "copying from the GPU")
+            return checked
 
-    def zero(self, at: int, nbytes: int, stream: int) -> None:
-        """Queue zeros."""
-        self._check(self._fill(at, 0, nbytes, stream), "clearing memory")
-
-    def event(self) -> int:
-        """A new event, for `record` and `wait`; a thread that waits sleeps."""
-        event = _Event()
-        self._check(self._create(ctypes.byref(event), _BLOCKING_NO_TIMING), "making an event")
-        return event.value or 0
-
-    def destroy(self, event: int) -> None:
-        """Free an event."""
-        self._destroy(event)
-
-    def record(self, event: int, stream: int) -> None:
-        """Put an event after all that is queued."""
-        self._check(self._record(event, stream), "recording an event")
-
-    def wait(self, event: int) -> None:
-        """Return when the stream has reached the event."""
-        code = self._query(event)  # the common case: no need to release the lock
-        if code == _NOT_READY:
-            code = self._wait(event)
-        self._check(code, "waiting for the GPU")
+        size, event, flags = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
+        upload = raw("cuMemcpyHtoDAsync_v2", _Address, _Address, size, _Stream)
+        download = raw("cuMemcpyDtoHAsync_v2", _Address, _Address, size, _Stream)
+        fill = raw("cuMemsetD8Async", _Address, ctypes.c_ubyte, size, _Stream)
+        create = raw("cuEventCreate", ctypes.POINTER(event), flags)
+        self.upload = call("copying to the GPU", upload)
+        self.download = call("copying from the GPU", download)
+        self.fill = call("clearing memory", fill)
+        self.create_event = call("making an event", create)
+        self.destroy_event = raw("cuEventDestroy_v2", event)
+        self.record = call("recording an event", raw("cuEventRecord", event, _Stream))
+        self.query = raw("cuEventQuery", event)
+        wait = raw("cuEventSynchronize", event, library=waiting)
+        self.wait = call("waiting for the GPU", wait)
+        self._attribute = raw("cuPointerGetAttribute", ctypes.c_void_p, ctypes.c_int, _Address)
 
     def on_host(self, address: int) -> bool:
         """Whether an address is page-locked memory that CUDA knows."""
         kind = ctypes.c_uint(0)
         code: int = self._attribute(ctypes.addressof(kind), _MEMORY_TYPE, address)
         return code == 0 and kind.value == _ON_HOST
-
-    def _check(self, code: int, doing: str) -> None:
-        if code:
-            name = ctypes.c_char_p()
-            self._name(code, ctypes.byref(name))
-            reason = name.value.decode() if name.value else f"error {code}"
-            raise DeviceError(
-                f"{doing} failed: {reason}; what is finished is kept: run again with --resume, on"
-                " another --device if it fails again"
-            )
 
 
 Bytes = NDArray[np.uint8]
@@ -185,10 +157,9 @@ class GpuQueue(Protocol):
 
 
 class FirstLaunches:
-    """Lets the first launch of each kind happen alone.
+    """Lets the first launch of each kind, which compiles the kernel, happen alone.
 
-    Triton compiles on the first launch. Without this, every thread that comes meanwhile would
-    compile the same kernel.
+    Otherwise every thread that comes meanwhile would compile it too.
     """
 
     def __init__(self) -> None:
@@ -197,10 +168,7 @@ class FirstLaunches:
 
     def launch(self, kind: Hashable, body: Callable[[], None]) -> None:
         """Run `body`."""
-        if kind in self._seen:
-            body()
-            return
-        with self._lock:
+        with nullcontext() if kind in self._seen else self._lock:
             body()
             self._seen.add(kind)
 
@@ -250,19 +218,16 @@ class CudaQueue:
         self._driver.download(to, source.address, source.nbytes, self._stream)
 
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
-        addresses = [area.address for area in layout]
-        self._driver.zero(layout.info.address, RESULT_NBYTES, self._stream)
-        self._first.launch(
-            (rule, dtype, n, k),
-            lambda: self._kernels.nvfp4_group(*addresses, dtype=dtype, n=n, k=k, scale_rule=rule),
-        )
+        body = partial(self._kernels.nvfp4_group, dtype=dtype, n=n, k=k, scale_rule=rule)
+        self._launch(layout, (rule, dtype, n, k), body)
 
     def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
-        addresses = [area.address for area in layout]
-        self._driver.zero(layout.info.address, RESULT_NBYTES, self._stream)
-        self._first.launch(
-            ("fp8", dtype, k), lambda: self._kernels.fp8_rows(*addresses, dtype=dtype, n=n, k=k)
-        )
+        body = partial(self._kernels.fp8_rows, dtype=dtype, n=n, k=k)
+        self._launch(layout, ("fp8", dtype, k), body)
+
+    def _launch(self, layout: DeviceLayout, kind: Hashable, body: Callable[..., None]) -> None:
+        self._driver.fill(layout.info.address, 0, RESULT_NBYTES, self._stream)
+        self._first.launch(kind, partial(body, *(area.address for area in layout)))
 
     def drain(self) -> None:
         self._torch_stream.synchronize()
@@ -272,17 +237,19 @@ class _CudaMark:
     def __init__(self, driver: CudaDriver, stream: int) -> None:
         self._driver = driver
         self._stream = stream
-        self._event = driver.event()
+        self._event = ctypes.c_void_p()
+        driver.create_event(ctypes.byref(self._event), _BLOCKING_NO_TIMING)
 
     def record(self) -> None:
         self._driver.record(self._event, self._stream)
 
     def wait(self) -> None:
-        self._driver.wait(self._event)
+        if self._driver.query(self._event):  # if it is reached: no need to release the lock
+            self._driver.wait(self._event)
 
     def __del__(self) -> None:
-        if hasattr(self, "_event"):
-            self._driver.destroy(self._event)
+        if self._event:
+            self._driver.destroy_event(self._event)
 
 
 def device_memory(device: torch.device, nbytes: int) -> Memory:
@@ -306,10 +273,7 @@ def device_errors(device: torch.device) -> Iterator[None]:
     except RuntimeError as fault:
         if "CUDA" not in str(fault):
             raise
-        raise DeviceError(
-            f"{device} failed: {_line(fault)}; what is finished is kept: run again with --resume,"
-            " on another --device if it fails again"
-        ) from fault
+        raise DeviceError(f"{device} failed: {_line(fault)}; {_REMEDY}") from fault
 
 
 def _line(fault: BaseException) -> str:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -184,7 +185,6 @@ def packed(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-DevicePool = BufferPool[Memory]
 Views = Sequence[memoryview | None]
 """The source bytes of each member of a job, where the caller has them."""
 Staged = list[tuple[memoryview, TensorSink]]
@@ -198,7 +198,7 @@ class GpuWorker:
         self,
         checkpoint: Checkpoint,
         queue: GpuQueue,
-        pool: DevicePool,
+        pool: BufferPool[Memory],
         fallback: CpuWorker,
         context: JobContext,
     ) -> None:
@@ -219,7 +219,7 @@ class GpuWorker:
         if not takes(job):
             return self._fallback.run(job, shard, held)
         out = JobWriter(shard)
-        views: Views = [None] * len(job.members) if held is None else held
+        views: Views = held or [None] * len(job.members)
         with self._queue.using(), self._memory(device_nbytes(job)) as memory:
             convert = self._fp8 if job.kind is JobKind.FP8 else self._nvfp4
             finite = convert(job, views, memory, out)
@@ -230,7 +230,6 @@ class GpuWorker:
 
     @contextmanager
     def _memory(self, nbytes: int) -> Iterator[Memory]:
-        """Memory on the device."""
         memory = self._pool.acquire(nbytes, self._context.stopped)
         try:
             yield memory
@@ -255,11 +254,10 @@ class GpuWorker:
         row = 0
         for member in job.members:
             outputs, rows = Nvfp4Outputs(*member.outputs), member.source.shape[0]
-            for area, width, output in (
-                (layout.codes, k // 2, outputs.codes),
-                (layout.scales, k // NVFP4_BLOCK, outputs.block_scale),
-            ):
-                parts.append((area.part(row * width, rows * width), out.sink(output)))
+            codes = layout.codes.part(row * k // 2, rows * k // 2)
+            width = k // NVFP4_BLOCK
+            scales = layout.scales.part(row * width, rows * width)
+            parts += [(codes, out.sink(outputs.codes)), (scales, out.sink(outputs.block_scale))]
             row += rows
         found = self._download(layout.info, parts, lambda found: found.finite_group)
         if found is None:
@@ -375,11 +373,6 @@ MAX_WORKERS = 16  # 29 threads were slower than 16: they wait for the interprete
 FREE_SHARE = 0.5  # of the device's free memory, if that is less
 
 
-def device_need(work: Work) -> int:
-    """Bytes on a device that a run of `work` takes at most, if that many are free."""
-    return max(DEVICE_BYTES, 2 * _largest(work))
-
-
 class GpuWorkerFactory:
     """Workers on `device`. `memory` bounds page-locked memory and the fallback's groups, in bytes.
 
@@ -396,20 +389,20 @@ class GpuWorkerFactory:
         self._first = FirstLaunches()
         with device_errors(device):
             free, _ = torch.cuda.mem_get_info(device)
-        least = _largest(work)
+        least = max((device_nbytes(job) for job in work.jobs), default=0)
         if least > free:
             raise DeviceError(
                 f"{device}: {free / 1e9:.2f} GB are free, and one group of linears that share a"
                 f" scale takes {least / 1e9:.2f} GB; end what else runs there, or use --device cpu"
             )
-        budget = min(device_need(work), max(least, int(FREE_SHARE * free)))
-        self._pool: DevicePool = BufferPool(
+        budget = min(max(DEVICE_BYTES, 2 * least), max(least, int(FREE_SHARE * free)))
+        self.device_nbytes = budget
+        self._pool: BufferPool[Memory] = BufferPool(
             budget,
-            allocate=lambda nbytes: device_memory(device, nbytes),
+            allocate=partial(device_memory, device),
             size=lambda memory: memory.nbytes,
             discard=lambda memory: None,
         )
-        self.device_nbytes = budget
 
     def count(self, asked: int) -> int:
         """As many as have page-locked chunks within `memory`, and not too many for one GPU."""
@@ -417,14 +410,5 @@ class GpuWorkerFactory:
 
     def worker(self, context: JobContext) -> GpuWorker:
         """See `WorkerFactory`."""
-        return GpuWorker(
-            self._checkpoint,
-            CudaQueue(self._device, self._first),
-            self._pool,
-            self._cpu.worker(context),
-            context,
-        )
-
-
-def _largest(work: Work) -> int:
-    return max((device_nbytes(job) for job in work.jobs), default=0)
+        queue, fallback = CudaQueue(self._device, self._first), self._cpu.worker(context)
+        return GpuWorker(self._checkpoint, queue, self._pool, fallback, context)

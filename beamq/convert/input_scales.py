@@ -8,7 +8,7 @@ FP8 needs no input scale: its activations are scaled per token when served.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,10 +63,6 @@ class InputScaleProvider:
             raise RuntimeError("input scales were asked for before the calibration was run")
         return self._known
 
-    def of(self, module: str) -> float:
-        """The scale of one linear."""
-        return self.known.scale(module)
-
     def convert_early(
         self, jobs: Sequence[Job], shards: OpenShards, context: JobContext
     ) -> Set[int]:
@@ -86,10 +82,7 @@ def no_scales(why: str) -> InputScaleProvider:
     def refuse(module: str) -> float:
         raise RuntimeError(f"{module}: {why}")
 
-    return _provider(KnownScales(scale=refuse, digest="none", record={"digest": "none"}))
-
-
-def _provider(known: KnownScales) -> InputScaleProvider:
+    known = KnownScales(scale=refuse, digest="none", record={"digest": "none"})
     return InputScaleProvider(known.digest, known)
 
 
@@ -103,25 +96,25 @@ _SHOWN_SOURCES = 3
 
 def check_options(plan: Plan, options: ConvertOptions) -> None:
     """Raise `UsageError` where options contradict each other or the recipe."""
-    calibration, no_calibration = options.calibration, options.no_calibration
+    given = "--no-calibration" if options.no_calibration else ""
+    if options.calibration is not None:
+        if given:
+            raise UsageError("--calibration and --no-calibration contradict each other; give one")
+        given = "--calibration"
     calibrate = bool(options.calibration_given()) or options.statistics is not None
-    if calibration is not None and no_calibration:
-        raise UsageError("--calibration and --no-calibration contradict each other; give one")
-    if calibrate and (calibration is not None or no_calibration):
-        given = "--calibration" if calibration is not None else "--no-calibration"
+    if given and calibrate:
         raise UsageError(
             f"{given} and --data (or another option of a calibration) contradict each other;"
             " give one"
         )
     method = plan.recipe.expert_method
-    if method is not None and (calibration is not None or no_calibration):
-        given = "--calibration" if calibration is not None else "--no-calibration"
+    if given and method is not None:
         raise UsageError(
             f"recipe {plan.recipe.name} rounds experts by activations ({method}), which {given}"
             " does not have; leave it out: this recipe calibrates during the conversion (--data for"
             " your own text)"
         )
-    if plan.recipe.format == "fp8" and (calibration is not None or calibrate):
+    if plan.recipe.format == "fp8" and (calibrate or given == "--calibration"):
         raise UsageError(
             "FP8 activations are scaled per token when served; leave out --calibration, --data and"
             " their options"
@@ -141,20 +134,20 @@ def given_input_scales(
         from beamq.calib.input_scales import constant_scales  # NumPy, only where scales are needed
 
         scales = constant_scales()
-        return _provider(
-            KnownScales(
-                scale=lambda module: float(scales.scale(module)),
-                digest=scales.digest,
-                record={"digest": scales.digest, "description": CONSTANT_NOTE},
-            )
+        known = KnownScales(
+            scale=lambda module: float(scales.scale(module)),
+            digest=scales.digest,
+            record={"digest": scales.digest, "description": CONSTANT_NOTE},
         )
-    if options.calibration is None:
+    elif options.calibration is None:
         return None
-    from beamq.calib.statistics import load_stats
+    else:
+        from beamq.calib.statistics import load_stats
 
-    stats = load_stats(Path(options.calibration))
-    stats.check_model(checkpoint.content_digest(), checkpoint.label)
-    return _provider(from_statistics(plan, stats))
+        stats = load_stats(Path(options.calibration))
+        stats.check_model(checkpoint.content_digest(), checkpoint.label)
+        known = from_statistics(plan, stats)
+    return InputScaleProvider(known.digest, known)
 
 
 def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
@@ -162,7 +155,12 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
     from beamq.calib.input_scales import coverage, input_scales
 
     scales = input_scales(stats, plan.config)
-    scales.require(quantized_modules(plan))
+    scales.require(
+        member.role.module
+        for job in plan.jobs
+        if job.kind is JobKind.NVFP4
+        for member in job.members
+    )
     reached = coverage(stats, plan.config)
     record = {
         "digest": scales.digest,
@@ -184,14 +182,6 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
         record=record,
         files={COVERAGE_NAME: "\n".join(reached.lines()) + "\n"},
     )
-
-
-def quantized_modules(plan: Plan) -> Iterator[str]:
-    """Every linear that needs an input scale."""
-    for job in plan.jobs:
-        if job.kind is JobKind.NVFP4:
-            for member in job.members:
-                yield member.role.module
 
 
 def _sources(stats: CalibrationStats) -> str:

@@ -24,6 +24,7 @@ through other ranks by then, so the source is read twice.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,7 @@ from beamq.plan.plan import Job, JobKind, Nvfp4Outputs, Plan, Work
 from beamq.ranks import Ranks
 
 if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone, RoundingRequest
+    from beamq.calib.run import LayerDone
 
 
 class OnePass(InputScaleProvider):
@@ -114,12 +115,7 @@ class OnePass(InputScaleProvider):
         with ranks.talking():
             if self._method is not None:
                 experts = ExpertWriter(
-                    self._plan,
-                    jobs,
-                    shards,
-                    output=self._output,
-                    ranks=ranks,
-                    advance=context.advance,
+                    self._plan, jobs, shards, self._output, ranks, context.advance
                 )
             if ranks.world == 1 or experts is not None:
                 streamed = [job for job in jobs if experts is None or not is_rounded(job)]
@@ -135,7 +131,7 @@ class OnePass(InputScaleProvider):
         experts: ExpertWriter | None,
         stopped: Callable[[], bool],
     ) -> CalibrationStats:
-        from beamq.calib.run import CalibrationPass
+        from beamq.calib.run import CalibrationPass, RoundingRequest
         from beamq.calib.state import RunState
 
         ranks = self._setup.ranks
@@ -154,12 +150,17 @@ class OnePass(InputScaleProvider):
         if ranks.first:
             state.begin(resume=True)
         ranks.gather(None)  # no rank looks for a state before it is there
+        rounding = None
+        if experts is not None and experts.wanted:
+            rounding = RoundingRequest(
+                wanted=experts.wanted, method=str(self._method), write=experts.put, stopped=stopped
+            )
         stats = CalibrationPass(
             self._setup,
             state,
             tap=None if streaming is None else streaming.tap,
             after=after,
-            rounding=self._rounding(experts, stopped),
+            rounding=rounding,
             passed=None if streaming is None else streaming.passed,
             stopped=stopped,
         ).run()
@@ -168,18 +169,6 @@ class OnePass(InputScaleProvider):
             if self._statistics is not None:
                 save_stats(stats, self._statistics)
         return stats
-
-    def _rounding(
-        self, experts: ExpertWriter | None, stopped: Callable[[], bool]
-    ) -> RoundingRequest | None:
-        """The experts to round by their inputs, if there are any left."""
-        if experts is None or not experts.wanted:
-            return None
-        from beamq.calib.run import RoundingRequest
-
-        return RoundingRequest(
-            wanted=experts.wanted, method=str(self._method), write=experts.put, stopped=stopped
-        )
 
 
 def _waiting_nbytes(plan: Plan, dtype: str) -> int:
@@ -193,7 +182,7 @@ def _waiting_nbytes(plan: Plan, dtype: str) -> int:
 
     as_stored = {"bfloat16": "BF16", "float32": "F32"}[dtype]
     experts = 0
-    others: dict[int | None, int] = {}
+    others: Counter[int | None] = Counter()
     for job in plan.jobs:
         role, largest = job.members[0].role, max(m.source.nbytes for m in job.members)
         waits = job.source_nbytes - largest
@@ -202,7 +191,7 @@ def _waiting_nbytes(plan: Plan, dtype: str) -> int:
         if role.role is Role.EXPERT:
             experts = max(experts, waits)
         else:
-            others[role.layer] = others.get(role.layer, 0) + waits
+            others[role.layer] += waits
     return experts * (reader_count() + TAP_PLACES) + max(others.values(), default=0)
 
 
@@ -253,8 +242,8 @@ class StreamingConverter:
         # them are read. Only what is cast on loading has a buffer of its own.
         self._held: dict[int, dict[int, memoryview]] = {}
         self._unscaled: dict[int, list[tuple[Job, JobResult]]] = {}  # by layer
-        self._converted: dict[int, int] = {}  # source bytes by layer
-        self._reported: dict[int, int] = {}
+        self._converted: Counter[int] = Counter()  # source bytes by layer
+        self._reported: Counter[int] = Counter()
         # By tensor: the byte ranges of it that are members, as (begin, end, job, member).
         self._places: dict[str, list[tuple[int, int, int, int]]] = {}
         for job in jobs:
@@ -280,18 +269,17 @@ class StreamingConverter:
     def finish_layer(self, layer: int, input_scale: Callable[[str], float]) -> None:
         """Write the input scales of the layer's jobs; they are then finished."""
         for job, result in self._unscaled.pop(layer, ()):
-            out = JobWriter(self._shards.writer(job.shard), result)
-            for member in job.members:
-                out.write_input_scale(member, input_scale)
+            writer = self._shards.writer(job.shard)
+            JobWriter(writer, result).write_input_scales(job, input_scale)
             self._finish(job, result)
         self.passed(layer, 1.0)
 
     def passed(self, layer: int, share: float) -> None:
         """That share (0 to 1) of the batches has passed the layer: count as much of its bytes."""
         with self._lock:
-            due = int(share * self._converted.get(layer, 0)) - self._reported.get(layer, 0)
+            due = int(share * self._converted[layer]) - self._reported[layer]
             if due > 0:
-                self._reported[layer] = self._reported.get(layer, 0) + due
+                self._reported[layer] += due
         if due > 0:
             self._advance(due)
 
@@ -309,7 +297,7 @@ class StreamingConverter:
             self._advance(job.source_nbytes)
         else:
             with self._lock:
-                self._converted[layer] = self._converted.get(layer, 0) + job.source_nbytes
+                self._converted[layer] += job.source_nbytes
         if job.kind is JobKind.NVFP4 and layer is not None:
             with self._lock:
                 self._unscaled.setdefault(layer, []).append((job, result))
@@ -355,7 +343,6 @@ class ExpertWriter:
         work: Work,
         jobs: Sequence[Job],
         shards: OpenShards,
-        *,
         output: Path,
         ranks: Ranks,
         advance: Callable[[int], None],
@@ -413,9 +400,7 @@ class ExpertWriter:
         written = self._unscaled.pop(layer, [])
         for key, result in written:
             job = self._jobs[key]
-            out = JobWriter(self._writer(job.shard), result)
-            for member in job.members:
-                out.write_input_scale(member, input_scale)
+            JobWriter(self._writer(job.shard), result).write_input_scales(job, input_scale)
         # Durable before the owners hear of it: they may record and rename the shard at once.
         for writer in self._foreign.values():
             writer.sync()
@@ -433,9 +418,8 @@ class ExpertWriter:
             return self._shards.writer(shard)
         with self._lock:
             if shard not in self._foreign:
-                self._foreign[shard] = ShardWriter(
-                    self._output, self._work.shards[shard], create=False
-                )
+                layout = self._work.shards[shard]
+                self._foreign[shard] = ShardWriter(self._output, layout, create=False)
             return self._foreign[shard]
 
 

@@ -24,7 +24,7 @@ from beamq.errors import Interrupted
 from beamq.io.journal import Journal, ShardRecord
 from beamq.io.manifest import Checksum, new_checksum
 from beamq.io.shard_writer import OutputTensor, ShardWriter
-from beamq.plan.plan import Job, Member, Nvfp4Outputs, Work
+from beamq.plan.plan import Job, Nvfp4Outputs, Work
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,10 +76,11 @@ class JobWriter:
         sink.append(content)
         sink.finish()
 
-    def write_input_scale(self, member: Member, input_scale: Callable[[str], float]) -> None:
-        """Write the FP32 input scale of an NVFP4 linear."""
-        scale = input_scale(member.role.module)
-        self.write(Nvfp4Outputs(*member.outputs).input_scale, f32_bytes(scale))
+    def write_input_scales(self, job: Job, input_scale: Callable[[str], float]) -> None:
+        """Write the FP32 input scales of an NVFP4 job."""
+        for member in job.members:
+            scale = input_scale(member.role.module)
+            self.write(Nvfp4Outputs(*member.outputs).input_scale, f32_bytes(scale))
 
     def write_together(self, contents: Iterable[tuple[OutputTensor, memoryview]]) -> None:
         """Write small tensors, with one call for those that are neighbours in the file."""
@@ -133,10 +134,9 @@ class OpenShards:
         join(self._finisher)
         for writer in self._open.values():
             writer.rest()
-        ours = self._failure
         # A failure here interrupts the other threads; its message says more than `Interrupted`.
-        if ours is not None and (error is None or isinstance(error, Interrupted)):
-            raise ours from None
+        if self._failure is not None and (error is None or isinstance(error, Interrupted)):
+            raise self._failure from None
 
     def guard(self, body: Callable[[], None]) -> None:
         """Run `body` in the calling thread; remember its failure and set `stop`."""
@@ -153,8 +153,7 @@ class OpenShards:
         with self._lock:
             writer = self._open.get(shard)
             if writer is None:
-                writer = ShardWriter(self._output, self._work.shards[shard])
-                self._open[shard] = writer
+                writer = self._open[shard] = ShardWriter(self._output, self._work.shards[shard])
             self._recent[shard] = None
             self._recent.move_to_end(shard)
             while len(self._recent) > MAX_OPEN_SHARDS:
@@ -175,8 +174,7 @@ class OpenShards:
     def _finish(self) -> None:
         while (index := self._finished.get()) is not None:
             with self._lock:
-                writer = self._open.pop(index)
-                results = self._results.pop(index)
+                writer, results = self._open.pop(index), self._results.pop(index)
             writer.sync()
             self._journal.append(_record(writer, results))
             writer.publish()
@@ -189,16 +187,16 @@ def join(thread: threading.Thread) -> None:
 
 
 def _record(writer: ShardWriter, results: Sequence[JobResult]) -> ShardRecord:
-    digests = {name: digest for result in results for name, digest in result.tensors.items()}
-    counts = {
-        "underflow_blocks": sum(result.underflow_blocks for result in results),
-        "zero_blocks": sum(result.zero_blocks for result in results),
-        "zero_rows": sum(result.zero_rows for result in results),
-        "zero_groups": sorted(group for result in results for group in result.zero_groups),
-    }
+    shard, digests = writer.shard, dict[str, str]()
+    for result in results:
+        digests |= result.tensors
+    summed = ("underflow_blocks", "zero_blocks", "zero_rows")
     return ShardRecord(
-        name=writer.shard.name,
-        nbytes=writer.shard.nbytes,
-        tensors={tensor.name: digests[tensor.name] for tensor in writer.shard.tensors},
-        counts=counts,
+        name=shard.name,
+        nbytes=shard.nbytes,
+        tensors={tensor.name: digests[tensor.name] for tensor in shard.tensors},
+        counts={
+            **{key: sum(getattr(result, key) for result in results) for key in summed},
+            "zero_groups": sorted(group for result in results for group in result.zero_groups),
+        },
     )

@@ -68,12 +68,9 @@ def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
             )
         return
     if not overwrite:
-        begun = STATE_DIR in content
-        hint = (
-            "--resume continues it, --overwrite starts again"
-            if begun
-            else ("give --overwrite to replace a checkpoint, or choose another output")
-        )
+        hint = "give --overwrite to replace a checkpoint, or choose another output"
+        if STATE_DIR in content:
+            hint = "--resume continues it, --overwrite starts again"
         found = counted(len(content), "entry", "entries")
         raise ResumeError(f"{output}: not empty ({found}); {hint}")
     if not content & {STATE_DIR, MANIFEST_NAME, "config.json", INDEX_NAME}:
@@ -163,11 +160,8 @@ def disk_nbytes(plan: Work, cache_bytes: int) -> int:
 
 def finished_nbytes(output: Path, plan: Work) -> int:
     """Bytes of shards that an earlier run finished, going by their names and sizes."""
-    return sum(
-        shard.nbytes
-        for shard in plan.shards
-        if (output / shard.name).is_file() and (output / shard.name).stat().st_size == shard.nbytes
-    )
+    paths = [(output / shard.name, shard.nbytes) for shard in plan.shards]
+    return sum(size for path, size in paths if path.is_file() and path.stat().st_size == size)
 
 
 def free_nbytes(output: Path) -> int:
@@ -196,14 +190,9 @@ def check_space(
     patterns = [f"*{PARTIAL}", f"{STATE_DIR}/source-*/**/*", f"{STATE_DIR}/{CALIBRATION}/*"]
     if replaced:
         patterns += [f"*{suffix}" for suffix in WEIGHT_SUFFIXES]
-    reusable = sum(
-        path.stat().st_blocks * 512
-        for pattern in patterns
-        for path in output.glob(pattern)
-        if path.is_file()
-    )
+    reusable = [path for pattern in patterns for path in output.glob(pattern) if path.is_file()]
     needed = disk_nbytes(plan, cache_bytes) + state_nbytes - finished
-    free = free_nbytes(output) + reusable
+    free = free_nbytes(output) + sum(path.stat().st_blocks * 512 for path in reusable)
     if needed > free:
         raise DiskError(
             f"{output}: needs {show_bytes(needed)}, the disk has {show_bytes(free)} free; free"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from beamq import devices
 from beamq.convert.cpu_worker import HELD_BYTES, CpuWorkerFactory, WorkerFactory, piece_bytes
@@ -27,9 +26,6 @@ from beamq.io.shard_cache import check_budget
 from beamq.plan.plan import JobKind, Work
 from beamq.ranks import Ranks, cores_here
 from beamq.units import show_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 DEFAULT_MEMORY_BYTES = 1_500_000_000
 THREAD_BYTES = 1 << 23  # address space of a thread, besides its stack
@@ -61,11 +57,8 @@ def choose_conversion_device(
     asked: str, work: Work, *, workers: int, ranks: Ranks, calibrates: bool = False
 ) -> DeviceChoice:
     """Raises `DeviceError` where `asked` names a device that is absent or cannot convert."""
-    if asked == "cpu":
-        return DeviceChoice(device="cpu")
-    if asked == "auto" and not calibrates and saved_seconds(work, workers) < START_SECONDS:
-        return DeviceChoice(device="cpu")
-    if asked == "auto" and not devices.driver_sees_a_gpu():
+    slower = asked == "auto" and not calibrates and saved_seconds(work, workers) < START_SECONDS
+    if asked == "cpu" or (asked == "auto" and (slower or not devices.driver_sees_a_gpu())):
         return DeviceChoice(device="cpu")
     try:
         device = devices.choose_device(asked, ranks)
@@ -77,7 +70,10 @@ def choose_conversion_device(
     if device.type == "cpu":  # a driver, but a torch without CUDA
         return DeviceChoice(device="cpu", note="No GPU: this torch is built without CUDA.")
     if refused is None:
-        return _on_gpu(device)
+        import torch
+
+        name = torch.cuda.get_device_name(device)
+        return DeviceChoice(device=f"cuda:{device.index or 0}", name=name)
     if asked != "auto" and not calibrates:
         raise DeviceError(f"{device}: {refused}; use --device cpu, the bytes are the same")
     return DeviceChoice(device="cpu", note=f"{device} cannot be used for conversion: {refused}.")
@@ -125,18 +121,8 @@ def worker_sentence(
     return f"{text}. {choice.note}".rstrip()
 
 
-def _on_gpu(device: torch.device) -> DeviceChoice:
-    import torch
-
-    index = device.index or 0
-    return DeviceChoice(device=f"cuda:{index}", name=torch.cuda.get_device_name(device))
-
-
 def default_workers() -> int:
-    """Threads: this process's share of the cores it may use, at most 32.
-
-    The processes that torchrun starts on one machine divide its cores.
-    """
+    """Threads: the cores that this process may use (torchrun's share them), at most 32."""
     return min(32, cores_here())
 
 

@@ -153,7 +153,7 @@ class Conversion:
         meter = _Meter(self.on_progress, sum(job.source_nbytes for job in jobs))
         context = JobContext(
             scale_rule=self.work.scales,
-            input_scale=self.scales.of,
+            input_scale=lambda module: self.scales.known.scale(module),
             stopped=stop.is_set,
             advance=meter.advance,
         )
@@ -186,18 +186,17 @@ class Conversion:
                 place, ahead = taken
                 job = jobs[place]
                 shard = shards.writer(job.shard)
-                if ahead is not None:
-                    self._read_ahead(jobs[ahead])
+                for member in () if ahead is None else jobs[ahead].members:
+                    source = member.source
+                    self.checkpoint.advise(source.spec, source.start, source.nbytes)
                 prefetch.wait(place, stop.is_set)  # until the job's files are here
                 shards.add(job, worker.run(job, shard))
                 prefetch.finish(place)
 
         with self.checkpoint.prefetch([job.files for job in jobs]) as prefetch:
+            bodies = [partial(convert_jobs, number) for number in range(count)]
             threads = [
-                threading.Thread(
-                    target=shards.guard, args=(partial(convert_jobs, number),), daemon=True
-                )
-                for number in range(count)
+                threading.Thread(target=shards.guard, args=(body,), daemon=True) for body in bodies
             ]
             for thread in threads:
                 thread.start()
@@ -212,26 +211,17 @@ class Conversion:
         if stop.is_set():
             raise Interrupted("interrupted")
 
-    def _read_ahead(self, job: Job) -> None:
-        for member in job.members:
-            self.checkpoint.advise(member.source.spec, member.source.start, member.source.nbytes)
-
     def _remaining_jobs(self, journal: Journal) -> list[Job]:
         """The jobs of this rank's shards that are not finished."""
-        weights = [0] * len(self.work.shards)
+        shards, weights = self.work.shards, [0] * len(self.work.shards)
         for job in self.work.jobs:
             weights[job.shard] += job.source_nbytes
-        mine = {
-            index
-            for index in share(weights, self.ranks)
-            if self.work.shards[index].name not in journal.done
-        }
+        mine = {i for i in share(weights, self.ranks) if shards[i].name not in journal.done}
         return [job for job in self.work.jobs if job.shard in mine]
 
     def _interrupted(self, journal: Journal) -> Interrupted:
-        shards = self.work.shards
+        shards, layers = self.work.shards, ""
         finished = sum(shard.name in journal.done for shard in shards)
-        layers = ""
         if self.scales.calibrated is not None:
             layers = "{} of {} layers are calibrated, ".format(*self.scales.calibrated)
         return Interrupted(
@@ -396,10 +386,9 @@ def check_small_tensors(checkpoint: Checkpoint, work: Work) -> None:
     """
     small = []
     for job in work.jobs:
-        member = job.members[0]
-        role, spec = member.role, member.source.spec
-        limit = ROUTER_BYTES if role.role is Role.ROUTER else SMALL_BYTES
-        if job.kind is JobKind.COPY and role.role is not Role.EXTRA and spec.nbytes <= limit:
+        role, spec = job.members[0].role.role, job.members[0].source.spec
+        limit = ROUTER_BYTES if role is Role.ROUTER else SMALL_BYTES
+        if job.kind is JobKind.COPY and role is not Role.EXTRA and spec.nbytes <= limit:
             small.append((spec, 0, spec.nbytes))
     for (spec, _, _), data in zip(small, checkpoint.peek_many(small), strict=True):
         found = cpu.amax(memoryview(data), spec.dtype)
