@@ -7,14 +7,12 @@ to r + 1; the last one sends the result to those that need it. So every token's 
 added in ascending order of expert, as one process would, and the result has the same bits whatever
 the number of processes. An all-reduce of partial sums would not.
 
-Processes wait for the sums of each batch but work on neighbouring batches at the same time: with B
-batches and R processes a layer's experts take (B + R - 1) / (B R) of one process's time. Everything
-else (attention, dense MLPs, routers) is computed at the batch's home, process n modulo R for batch
-n, which broadcasts states and choices to the others before their experts. Bits are those of one
-process as long as all devices are of one kind.
-
-With `divided=False` each process computes everything else for all batches. That is for observers
-whose findings cannot be combined exactly.
+Processes work on neighbouring batches at the same time: with B batches and R processes a layer's
+experts take (B + R - 1) / (B R) of one process's time. Everything else (attention, dense MLPs,
+routers) is computed at the batch's home, process n modulo R for batch n, and broadcast to the
+others before their experts. Bits are those of one process if all devices are of one kind. With
+`divided=False` each process computes everything else for all batches, for observers whose findings
+cannot be combined exactly.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ class ExpertExchange:
 
         The result waits for the transfer, which overlaps with what is computed until it is called.
         """
-        return _no_wait
+        return lambda: None
 
     def bring_home(self, batch: int, sum_TK: torch.Tensor) -> None:
         """Fill with the sum of all experts, where the batch is `mine`."""
@@ -90,7 +88,7 @@ class PipelinedReduce(ExpertExchange):
     def spread(self, batch: int, *tensors: torch.Tensor) -> Callable[[], None]:
         """Broadcast from the batch's home."""
         if not self.divided:
-            return _no_wait
+            return lambda: None
         home = self._home(batch)
         works = [torch.distributed.broadcast(each, home, async_op=True) for each in tensors]
 
@@ -137,10 +135,6 @@ class PipelinedReduce(ExpertExchange):
 
     def _home(self, batch: int) -> int:
         return batch % (self._last + 1)
-
-
-def _no_wait() -> None:
-    """Nothing is in transfer."""
 
 
 def own_experts(ranks: Ranks, config: BeamConfig) -> range:

@@ -7,17 +7,15 @@ next is being read. Only the hidden states live on. They stay on the device as f
 allows, and wait in pinned host memory otherwise (`OffloadBuffer`).
 
 Where even one layer is too large (`max_device_memory`), its experts pass through in slices: each
-batch is taken to the router, then slices outside and batches inside, then each batch is closed. An
-FP32 sum for each token is kept meanwhile. The result has the same bits as without slices.
+batch is taken to the router, then slices outside and batches inside add to an FP32 sum for each
+token, then each batch is closed. The result has the same bits as without slices.
 
-Several processes can share a pass, each with some of every layer's experts and some of the batches:
-an `ExpertExchange` carries the sums from one to the next in the order of experts, so the bits are
-again the same. A batch's states are computed at its home process and broadcast to the others when
-they need them (`HiddenStates`).
+Several processes can share a pass (`ExpertExchange`), each with some of every layer's experts and
+some of the batches, again with the same bits. A batch's states are computed at its home process and
+broadcast when others need them (`HiddenStates`).
 
-A `PostLayerHook` can look at a layer's experts again when all batches have passed them: then all of
-their inputs are known and their weights are still at hand, or are read once more where they come in
-slices. Such a layer is computed like one with slices, with the same bits.
+A `PostLayerHook` sees a layer's experts again when all batches have passed them and all of their
+inputs are known. Such a layer is computed like one with slices.
 
 Several models can run side by side: `in_turns` delivers layer 0 of each, layer 1 of each, and so
 on, and a `LayerPass` for each model applies them.

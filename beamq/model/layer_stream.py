@@ -5,14 +5,13 @@ whole or as an iterator of slices.
 
 The one idea: one read-ahead for everything. At most one unit (a layer, or a slice of experts) is
 loaded besides those in use, whether one model is streamed or several side by side.
-
 `PrefetchingLoader` announces the shards that its layers need, so that those of a remote source are
-fetched ahead of use and dropped afterwards; for a local folder this does nothing.
+fetched ahead of use and dropped afterwards.
 
 `experts_per_slice` finds how many experts fit a memory budget. It counts what is alive at once: two
-units of weights (one in use, one read ahead) and the temporaries of one batch at the widest point
-of a layer, in the worst case that every choice of every token falls into one slice. Estimates are
-upper bounds of tensors, not of what an allocator reserves.
+units of weights and the temporaries of one batch at the widest point of a layer, in the worst case
+that every choice of every token falls into one slice. Estimates are upper bounds of tensors, not of
+what an allocator reserves.
 """
 
 from __future__ import annotations

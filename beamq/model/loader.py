@@ -5,19 +5,16 @@ packed in 3-D; NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out:
 `ExpertSlice` or `Head` on the device.
 
 The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and all
-experts of a slice are one buffer each, so that every group of linears is one GEMM. Buffers are
-allocated first; then a pool of threads reads every tensor's bytes straight into its place (`Fill`).
-Only a tensor that must be cast passes through a copy of its own. For CUDA, buffers are pinned and
-copied on a separate stream, so that a transfer overlaps with computing.
+experts of a slice are one buffer each, so that every group of linears is one GEMM. A pool of
+threads reads every tensor's bytes straight into its place (`Fill`); only a tensor that must be cast
+passes through a copy. For CUDA, buffers are pinned and copied on a separate stream, so that a
+transfer overlaps with computing.
 
-A linear's format follows from its tensors, since they are what will be multiplied: U8 codes with
-two levels of scales are NVFP4, E4M3 codes with a row scale are FP8, BF16, FP16 and FP32 are dense.
-The config (`quantization_config`, or `hf_quant_config.json` alone) must have announced a quantized
-format; otherwise the two contradict each other and no engine would read the checkpoint as we do.
-
-Unquantized weights are cast to the activation dtype; the router's weight and bias are always FP32.
-A `Tap` is shown every tensor as stored, once, so that a consumer that needs the source's own bytes
-(a converter) shares the reads of a forward pass.
+A linear's format follows from its tensors: U8 codes with two levels of scales are NVFP4, E4M3 codes
+with a row scale are FP8, BF16, FP16 and FP32 are dense. The config (`quantization_config`, or
+`hf_quant_config.json` alone) must announce a quantized format; otherwise no engine would read the
+checkpoint as we do. Unquantized weights are cast to the activation dtype; the router's weight and
+bias are always FP32.
 
 Limits: values are not searched for NaN here; conversion and `verify` do that.
 """
@@ -125,19 +122,11 @@ class Fill:
             out.copy_(raw)
 
 
-def upload(tree: Tree, device: torch.device, stream: torch.cuda.Stream) -> Tree:
+def _copied(tree: Any, device: torch.device) -> Any:
     """A copy of a dataclass (and those within) with every tensor on a CUDA device.
 
-    Copies run on `stream` and are done on return. Their memory is tied to the device's default
-    stream, which will use it.
+    Memory of the copies is tied to the device's default stream, which will use them.
     """
-    with torch.cuda.stream(stream):
-        uploaded: Tree = _copied(tree, device)
-    stream.synchronize()
-    return uploaded
-
-
-def _copied(tree: Any, device: torch.device) -> Any:
     if isinstance(tree, torch.Tensor):
         moved = tree.to(device, non_blocking=True)
         moved.record_stream(torch.cuda.default_stream(device))
@@ -187,17 +176,6 @@ def _declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
         f"{checkpoint.name}: quantization_config has quant_method {method[:40]!r}, expected"
         " 'modelopt' or 'compressed-tensors'"
     )
-
-
-def _same_format(parts: Sequence[StoredLinear]) -> str:
-    """The format of linears that are multiplied as one. Raises `TensorError` if they differ."""
-    for part in parts[1:]:
-        if part.format != parts[0].format:
-            raise TensorError(
-                f"{part.module} is {part.format} but {parts[0].module} is {parts[0].format};"
-                " engines fuse them, so they must share a format"
-            )
-    return parts[0].format
 
 
 def _scalar(checkpoint: Checkpoint, name: str) -> float:
@@ -259,7 +237,13 @@ class LayerLoader:
         if self.config.mlp_layer_types[index] == "sparse":
             own = range(self.config.num_experts) if experts is None else experts
             held = (self._experts(fill, index, own.start, len(own)),) if own else ()
-            mlp = SparseMlp(router=self._router(fill, index), experts=held)
+            gate, shape = f"{prefix}.mlp.gate", (self.config.num_experts, hidden)
+            bias = f"{gate}.e_score_correction_bias"
+            router = RouterWeights(
+                weight_EK=fill.tensor(f"{gate}.weight", shape, torch.float32),
+                bias_E=fill.tensor(bias, shape[:1], torch.float32),
+            )
+            mlp = SparseMlp(router=router, experts=held)
         else:
             modules = [f"{prefix}.mlp"]
             gate_up, down = self._mlp(fill, modules, self.config.intermediate_size, modules)
@@ -305,8 +289,14 @@ class LayerLoader:
         return Fill(self.checkpoint, self._pool, pin=self._stream is not None, tap=self._tap)
 
     def _finish(self, fill: Fill, built: Tree) -> Tree:
+        """Read the buffers of `built`. For CUDA, return a copy there, made on a separate stream."""
         fill.run()
-        return built if self._stream is None else upload(built, self.device, self._stream)
+        if self._stream is None:
+            return built
+        with torch.cuda.stream(self._stream):
+            uploaded: Tree = _copied(built, self.device)
+        self._stream.synchronize()
+        return uploaded
 
     def _attention(self, fill: Fill, index: int) -> AttentionWeights:
         config, prefix = self.config, f"model.layers.{index}.self_attn"
@@ -322,15 +312,6 @@ class LayerLoader:
             q_norm=fill.tensor(f"{prefix}.q_norm.weight", head, self.dtype),
             k_norm=fill.tensor(f"{prefix}.k_norm.weight", head, self.dtype),
             gate_bias=fill.tensor(f"{prefix}.gate_bias", (config.num_heads,), self.dtype),
-        )
-
-    def _router(self, fill: Fill, index: int) -> RouterWeights:
-        prefix = f"model.layers.{index}.mlp.gate"
-        shape = (self.config.num_experts, self.config.hidden_size)
-        bias = f"{prefix}.e_score_correction_bias"
-        return RouterWeights(
-            weight_EK=fill.tensor(f"{prefix}.weight", shape, torch.float32),
-            bias_E=fill.tensor(bias, shape[:1], torch.float32),
         )
 
     def _experts(self, fill: Fill, index: int, first: int, count: int) -> ExpertSlice:
@@ -426,7 +407,13 @@ class LayerLoader:
 
         `sharing` names the modules that share an input scale, if they are not just the parts.
         """
-        kind, k, rows = _same_format(parts), parts[0].k, [part.n for part in parts]
+        kind, k, rows = parts[0].format, parts[0].k, [part.n for part in parts]
+        for part in parts:
+            if part.format != kind:
+                raise TensorError(
+                    f"{part.module} is {part.format} but {parts[0].module} is {kind};"
+                    " engines fuse them, so they must share a format"
+                )
         lead = (sum(rows),) if experts is None else (experts, sum(rows) // experts)
 
         def gather(suffix: str, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -446,16 +433,13 @@ class LayerLoader:
             torch.full((part.n,), _scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
             for part in parts
         ]
+        names = [f"{module}.input_scale" for module in sharing or [part.module for part in parts]]
+        input_scale = None
+        if any(name in self.checkpoint.tensors for name in names):
+            input_scale = torch.tensor(max(_scalar(self.checkpoint, name) for name in names))
         return Nvfp4Weight(
             codes=gather("weight", k // 2, torch.uint8),
             block_scale=gather("weight_scale", k // NVFP4_BLOCK, torch.float8_e4m3fn),
             global_scale=torch.cat(scales).reshape(*lead, 1),
-            input_scale=self._input_scale(sharing or [part.module for part in parts]),
+            input_scale=input_scale,
         )
-
-    def _input_scale(self, modules: Sequence[str]) -> torch.Tensor | None:
-        """The largest `input_scale` of `modules`, FP32 []; None if not one of them has any."""
-        names = [f"{module}.input_scale" for module in modules]
-        if not any(name in self.checkpoint.tensors for name in names):
-            return None
-        return torch.tensor(max(_scalar(self.checkpoint, name) for name in names))

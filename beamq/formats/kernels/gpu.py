@@ -34,7 +34,7 @@ from beamq.formats.nvfp4 import QuantizedTensor, round_up
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WARP = 32
 _AMAX_TILE, _AMAX_STEPS = 2048, 8
-_BLOCKS = 256  # of a program, one a thread
+_TILE = 256  # blocks, or words of codes, of a program: one a thread
 
 
 def amax(w: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def _launch_quantize(
     scale_rule: str, arrays: tuple[Any, ...], blocks: int, tensors: int, dtype: torch.dtype
 ) -> None:
     """`arrays`: source words, code words, scales, global scales, counts; `blocks` a tensor."""
-    kernel, tile, options = triton_nvfp4.quantize_kernel, _BLOCKS, {}
+    kernel, tile, options = triton_nvfp4.quantize_kernel, _TILE, {}
     if scale_rule == "sweep":
         kernel, tile = triton_sweep.sweep_kernel, triton_sweep.TILE
         options = {"enable_fp_fusion": False}
@@ -122,16 +122,15 @@ def nvfp4_dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) ->
     tensors = q.codes.numel() // max(1, n * half)
     words = n * half // 4
     if out.numel():
-        tile = 256
-        triton_nvfp4.dequantize_kernel[(triton.cdiv(words, tile), tensors)](
+        triton_nvfp4.dequantize_kernel[(triton.cdiv(words, _TILE), tensors)](
             _words(q.codes),
             q.block_scale.view(torch.int8),
             q.global_scale.to(torch.float32).reshape(-1).expand(tensors).contiguous(),
             out,
             words,
             OUT=_DTYPES[dtype],
-            TILE=tile,
-            num_warps=tile // _WARP,
+            TILE=_TILE,
+            num_warps=_TILE // _WARP,
         )
     return out
 

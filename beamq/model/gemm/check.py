@@ -4,14 +4,13 @@ In: a device. Out: for each operation the back ends in order of speed, each with
 refused and why, or checked, with its error against the emulation and its time.
 
 The one idea: a kernel that is wrong for a device may not raise but trap, after which nothing works
-in that process any more. So checks run in a child process,
+in that process any more. So a child process runs the checks,
 
     python -m beamq.model.gemm.check DEVICE OP:BACKEND ...
 
-which prints one JSON line for each check as soon as it is done, and exits when a check has broken
-the device's context. If the child dies, the check it died at is marked unusable and a new child
-runs the rest. Results are cached in the user's cache folder. The key is the device and the versions
-of torch, CUDA, the kernel packages and beamq.
+prints one JSON line after each, and exits when one has broken the device's context. If the child
+dies, the check it died at is marked unusable and a new child runs the rest. Results are kept in the
+user's cache folder, by the device and the versions of torch, CUDA, the kernel packages and beamq.
 """
 
 from __future__ import annotations
