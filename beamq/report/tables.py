@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from beamq.beam.tensors import FP32_ROLES, Role
 from beamq.errors import counted, printable
+from beamq.eval.compare.footprint import smallest_each
 from beamq.plan.serving import COUNTS, LAYOUTS
 from beamq.units import show_bytes, show_gib
 
@@ -393,7 +394,7 @@ def newly_fitting(comparison: Comparison) -> Table:
     rows = [
         (candidate.model.name, f"{found.count} x {found.label}", f"{found.sequences:,}")
         for candidate in comparison.candidates
-        for found in candidate.fewest_gpus()
+        for found in smallest_each(candidate.newly_fits)
     ]
     return Table(
         title=f"Machines that fit the weights and {context} tokens, but not the source's",

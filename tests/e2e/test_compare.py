@@ -21,8 +21,7 @@ from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.cli import app
 from beamq.convert.quantize import quantize
 from beamq.errors import ConfigError, UsageError
-from beamq.eval.compare.compare import compare
-from beamq.eval.compare.text import overlap_notes
+from beamq.eval.compare.compare import compare, overlap_notes
 from beamq.formats import fp8
 from beamq.io.manifest import Manifest
 from beamq.io.shard_writer import write_json

@@ -3,13 +3,12 @@
 In: a source, candidates made from it, and text. Out: a `Comparison`.
 
 The default text is the half of the standard library's sources that default calibration does not
-use. Digests in a candidate's beamq.json tell whether it was calibrated on the text that it is
-judged by. Its tensors are checked against the checksums there as they are read, because figures of
-a damaged copy say nothing about the checkpoint.
+use. Digests in a candidate's beamq.json show whether it was calibrated on the same text. Its
+tensors are checked against the checksums there as they are read, because figures of a damaged copy
+say nothing about the checkpoint.
 
-Defaults by device: on a GPU 64 rows of 2,048 tokens in BF16, with the GPU's own FP8 and FP4 GEMMs,
-as served; on a CPU 16 rows of 512 in FP32 by exact emulation, where no difference comes from the
-rounding of activations to BF16.
+A GPU runs its own FP8 and FP4 GEMMs in BF16, as served; a CPU emulates them exactly in FP32, so no
+difference comes from the rounding of activations to BF16.
 """
 
 from __future__ import annotations
@@ -22,11 +21,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack
 
+import numpy as np
 import torch
 from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
+from beamq.calib.data import default_text, ids_digest, load_calibration_data
 from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
@@ -39,16 +40,8 @@ from beamq.eval.compare.footprint import (
     stored_units,
 )
 from beamq.eval.compare.options import CompareOptions
-from beamq.eval.compare.records import (
-    Candidate,
-    ComparedModel,
-    Comparison,
-    completed,
-    judge,
-    listed,
-)
+from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, judge, listed
 from beamq.eval.compare.side_by_side import ReadChecksums, run_side_by_side, stream_options
-from beamq.eval.compare.text import Text, given_text, overlap_notes, read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import refuse_unfinished
@@ -60,6 +53,7 @@ from beamq.ranks import Ranks, current_ranks
 
 DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
 DEFAULT_GEMM = {"cuda": "auto", "cpu": "reference"}
+DEFAULT_KIND = "standard library"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +114,15 @@ def compare(
                 options, settings = stream_options(where, asked.dtype, gemm)
                 base, *others = _open_all([source, *checkpoints], ranks, stack)
                 if asked.input_ids is not None:
-                    text = given_text(asked.input_ids)
+                    ids_BT, record = given_text(asked.input_ids)
                 else:
                     size = _size(base.checkpoint, where, asked.samples, asked.sequence_length)
-                    text = read_text(base.checkpoint, asked.data, size, asked.seed)
+                    ids_BT, record = read_text(base.checkpoint, asked.data, size, asked.seed)
                 sums = [ReadChecksums(other.manifest) for other in others]
             found = run_side_by_side(
                 base.checkpoint,
                 [other.checkpoint for other in others],
-                text.ids_BT,
+                ids_BT,
                 options,
                 ranks=ranks,
                 sums=sums,
@@ -139,10 +133,10 @@ def compare(
                 result = Comparison(
                     source=base.model,
                     candidates=tuple(
-                        _candidate(base, other, findings, text, each.fault)
+                        _candidate(base, other, findings, record, each.fault)
                         for other, findings, each in zip(others, found, sums, strict=True)
                     ),
-                    data={**text.record, "notes": list(text.notes)},
+                    data=record,
                     settings=settings,
                     seconds=time.monotonic() - begun,
                 )
@@ -164,6 +158,72 @@ def _size(
             f" ({longest:,})"
         )
     return samples or rows, length or min(tokens, longest)
+
+
+# --- the text -------------------------------------------------------------------------------
+
+
+def read_text(
+    checkpoint: Checkpoint, data: Sequence[str], size: tuple[int, int], seed: int
+) -> tuple[NDArray[int64], dict[str, Any]]:
+    """Token ids [S, T], with `size` (S, T), of `data` or of the half of the default text that
+    calibration does not use; and their record, with notes on how they were read. Raises
+    `UsageError` for rows of one token, `CalibrationError` for data."""
+    samples, length = size
+    if length < 2:
+        raise UsageError(f"sequence length is {length}, expected at least 2 to predict a token")
+    read = load_calibration_data(
+        data, checkpoint.root, samples=samples, sequence_length=length, seed=seed,
+        split="evaluation",
+    )  # fmt: skip
+    description = ", ".join(source.name for source in read.sources)
+    record = {"description": description, **read.to_dict(), "notes": list(read.notes)}
+    return read.input_ids, record
+
+
+def given_text(input_ids: NDArray[int64]) -> tuple[NDArray[int64], dict[str, Any]]:
+    """Token ids [S, T] as they are, and their record. Raises `UsageError` for another shape."""
+    ids_BT = np.ascontiguousarray(input_ids, dtype=int64)
+    if ids_BT.ndim != 2 or min(ids_BT.shape) < 1 or ids_BT.shape[1] < 2:
+        raise UsageError(f"input_ids has shape {list(ids_BT.shape)}, expected [S, T] with T > 1")
+    record = {
+        "description": "token ids given by the caller",
+        "digest": ids_digest(list(ids_BT)),
+        "samples": ids_BT.shape[0],
+        "sequence_length": ids_BT.shape[1],
+        "tokens": ids_BT.size,
+        "sources": [],
+        "notes": [],
+    }
+    return ids_BT, record
+
+
+def overlap_notes(manifest: Manifest | None, record: Mapping[str, Any]) -> list[str]:
+    """Whether digests show that a candidate was calibrated on the text it is judged by."""
+    entries = _objects(None if manifest is None else manifest.input_scales.get("data"))
+    if not entries:
+        return []
+    theirs = [source for entry in entries for source in _objects(entry.get("sources"))]
+    ours = record["sources"]
+    if _digests([record, *ours]) & _digests([*entries, *theirs]):
+        return ["it was calibrated on this very text, which improves its figures; use other data"]
+    default = all(source.get("kind") == DEFAULT_KIND for source in [*ours, *theirs])
+    if default and ours and theirs:
+        halves = [default_text(split).digests() for split in ("calibration", "evaluation")]
+        if not halves[0] & halves[1]:
+            return ["calibrated on the other half of the default text; the digests share no file"]
+    return ["calibrated on other data; whether that shares documents with this text is not known"]
+
+
+def _objects(value: Any) -> list[Mapping[str, Any]]:
+    """The objects of a list; none for anything else, as a stranger's beamq.json may hold."""
+    if not isinstance(value, list):
+        return []
+    return [entry for entry in value if isinstance(entry, Mapping)]
+
+
+def _digests(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {str(entry["digest"]) for entry in entries if entry.get("digest")}
 
 
 # --- the models -----------------------------------------------------------------------------
@@ -200,15 +260,28 @@ def _text(record: Mapping[str, Any] | None, key: str) -> str | None:
 
 
 def _candidate(
-    base: _Opened, other: _Opened, findings: Findings, text: Text, unchecked: str | None
+    base: _Opened,
+    other: _Opened,
+    findings: Findings,
+    record: Mapping[str, Any],
+    unchecked: str | None,
 ) -> Candidate:
     config = BeamConfig.from_dict(base.checkpoint.config)
-    kinds = [
-        f"{layer.removesuffix('_attention')}, {mlp}"
-        for layer, mlp in zip(config.layer_types, config.mlp_layer_types, strict=True)
-    ]
-    layers = completed(findings.layers, layer_sizes(other.checkpoint), kinds)
-    findings = replace(findings, layers=layers)
+    sizes, total = layer_sizes(other.checkpoint), sum(layer.added for layer in findings.layers)
+    layers = []
+    kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
+    for layer, (attention, mlp) in zip(findings.layers, kinds, strict=True):
+        quantized, extra = sizes.get(layer.layer, (0, 0))
+        layers.append(
+            replace(
+                layer,
+                kind=f"{attention.removesuffix('_attention')}, {mlp}",
+                share=layer.added / total if total else 0.0,
+                quantized_bytes=quantized,
+                extra_bytes_in_bf16=extra,
+            )
+        )
+    findings = replace(findings, layers=tuple(layers))
     limits = limits_for(other.manifest, *stored_units(other.checkpoint))
     fits = newly_fitting(base.model.memory, other.model.memory)
     return Candidate(
@@ -216,15 +289,17 @@ def _candidate(
         model=other.model,
         verdict=judge(findings, limits, base.model.memory, other.model.memory, fits),
         newly_fits=fits,
-        notes=tuple(_notes(base, other, text, unchecked)),
+        notes=tuple(_notes(base, other, record, unchecked)),
     )
 
 
 # --- what to know besides the figures -----------------------------------------------------------
 
 
-def _notes(base: _Opened, other: _Opened, text: Text, unchecked: str | None) -> list[str]:
-    notes = [*overlap_notes(other.manifest, text.record)]
+def _notes(
+    base: _Opened, other: _Opened, record: Mapping[str, Any], unchecked: str | None
+) -> list[str]:
+    notes = overlap_notes(other.manifest, record)
     if unchecked is not None:
         notes.append(f"its tensors were not checked against beamq.json: {unchecked}")
     changed = _changed_files(other.checkpoint, other.manifest)

@@ -57,14 +57,6 @@ class Fits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSize:
-    """Bytes of one layer's quantized linears as they are stored, and as they would be in BF16."""
-
-    quantized: int
-    bf16: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """`disk_bytes` is every file. `weight_bytes_per_gpu` maps layout and number of GPUs to the
     weights on each, None where the model cannot be divided so; `kv_bytes` maps the tokens of a
@@ -106,9 +98,7 @@ def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
 def newly_fitting(source: Footprint, candidate: Footprint) -> tuple[Fitting, ...]:
     """Machines that hold the candidate and a whole context, but not the source and one."""
     before = {(found.gpu, found.count) for found in source.fits.machines}
-    return tuple(
-        found for found in candidate.fits.machines if (found.gpu, found.count) not in before
-    )
+    return tuple(each for each in candidate.fits.machines if (each.gpu, each.count) not in before)
 
 
 def smallest_each(machines: Sequence[Fitting]) -> list[Fitting]:
@@ -164,8 +154,8 @@ def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
     return (fmt, frozenset(units[fmt])) if units[fmt] else (None, frozenset())
 
 
-def layer_sizes(checkpoint: Checkpoint) -> dict[int, LayerSize]:
-    """Sizes of each layer that has quantized linears; their scales count."""
+def layer_sizes(checkpoint: Checkpoint) -> dict[int, tuple[int, int]]:
+    """Bytes of each layer's quantized linears with their scales, and how many more BF16 takes."""
     quantized: Counter[int] = Counter()
     bf16: Counter[int] = Counter()
     for spec in checkpoint.tensors.values():
@@ -177,4 +167,4 @@ def layer_sizes(checkpoint: Checkpoint) -> dict[int, LayerSize]:
         elif spec.dtype in CODE_DTYPES:
             quantized[role.layer] += spec.nbytes
             bf16[role.layer] += spec.numel * (2 if spec.dtype == "U8" else 1) * ITEMSIZE["BF16"]
-    return {n: LayerSize(quantized=quantized[n], bf16=bf16[n]) for n in sorted(quantized)}
+    return {layer: (nbytes, bf16[layer] - nbytes) for layer, nbytes in quantized.items()}

@@ -5,18 +5,18 @@ a `SafetyVerdict`: safe to serve or not, which layers hurt, what BF16 there woul
 sentence of it states figures; a figure without a bound is stated and not judged.
 
 docs/report-schema.md describes `Comparison.to_dict`; `SCHEMA` rises when a key changes its meaning
-or is removed, not when one is added.
+or is removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from beamq.errors import counted
 from beamq.eval.compare.findings import Breach, Findings, Limits, breaches, parting_layer
-from beamq.eval.compare.footprint import Fitting, Footprint, LayerSize, smallest_each
+from beamq.eval.compare.footprint import Fitting, Footprint, smallest_each
 from beamq.eval.compare.metrics import Divergence, LayerError
 from beamq.eval.compare.weight_error import WeightError
 from beamq.io.safetensors_header import few
@@ -75,10 +75,6 @@ class Candidate(Findings):
         """All layers by falling part of the error."""
         return sorted(self.layers, key=lambda each: (-each.added, each.layer))
 
-    def fewest_gpus(self) -> Sequence[Fitting]:
-        """Of the machines that fit the candidate only, the smallest of each kind of GPU."""
-        return smallest_each(self.newly_fits)
-
     def to_dict(self) -> dict[str, Any]:
         """Plain data; the model's keys are not nested."""
         data: dict[str, Any] = plain(self)
@@ -107,24 +103,6 @@ class Comparison:
         return {"schema": SCHEMA, **plain(replace(self, candidates=())), "candidates": candidates}
 
 
-def completed(
-    layers: Sequence[LayerError], sizes: Mapping[int, LayerSize], kinds: Sequence[str]
-) -> tuple[LayerError, ...]:
-    """The layers with their share of the error, their sizes, and their kind in a word or two."""
-    total = sum(layer.added for layer in layers)
-    nothing = LayerSize(quantized=0, bf16=0)
-    return tuple(
-        replace(
-            layer,
-            kind=kind,
-            share=layer.added / total if total else 0.0,
-            quantized_bytes=(size := sizes.get(layer.layer, nothing)).quantized,
-            extra_bytes_in_bf16=size.bf16 - size.quantized,
-        )
-        for layer, kind in zip(layers, kinds, strict=True)
-    )
-
-
 # --- the verdict --------------------------------------------------------------------------------
 
 
@@ -145,12 +123,27 @@ def judge(
         _layers(findings.layers, own),
         _size(source, own, newly_fits),
     ]
-    safe = _safe(seen, limits, broken)
     parting = parting_layer(findings, broken) if broken else None
-    headline = _headline(safe, seen, broken, parting)
-    if findings.damaged:
-        safe, headline = False, _damage(findings.damaged)
+    safe: bool | None = True
+    if damaged := findings.damaged:
+        safe, headline = (
+            False,
+            (
+                f"Not safe to serve: {counted(len(damaged), 'tensor does', 'tensors do')} not match"
+                f" the checksums in beamq.json ({few(damaged)}); `beamq verify` says more."
+            ),
+        )
         parts.insert(0, "All figures describe a damaged copy.")
+    elif broken:
+        where = "" if parting is None else f"; it departs from the source at layer {parting}"
+        safe, headline = False, f"Not safe to serve: {broken[0].text}{where}."
+    elif seen.exact:
+        headline = "Safe to serve: all next-token distributions are exactly the source's."
+    elif limits.recipe is None:
+        safe = None
+        headline = "Not judged: nothing is quantized here, so no recipe's bounds apply."
+    else:
+        headline = "Safe to serve: every figure is within the bounds of its recipe."
     return SafetyVerdict(
         safe=safe,
         headline=headline,
@@ -159,34 +152,6 @@ def judge(
         parting_layer=parting,
         bounds_of=limits.recipe,
         bounds=limits.bounds,
-    )
-
-
-def _safe(seen: Divergence, limits: Limits, broken: Sequence[Breach]) -> bool | None:
-    if broken:
-        return False
-    if seen.exact:
-        return True
-    return None if limits.recipe is None else True
-
-
-def _headline(
-    safe: bool | None, seen: Divergence, broken: Sequence[Breach], parting: int | None
-) -> str:
-    if safe is False:
-        where = "" if parting is None else f"; it departs from the source at layer {parting}"
-        return f"Not safe to serve: {broken[0].text}{where}."
-    if seen.exact:
-        return "Safe to serve: all next-token distributions are exactly the source's."
-    if safe is None:
-        return "Not judged: nothing is quantized here, so no recipe's bounds apply."
-    return "Safe to serve: every figure is within the bounds of its recipe."
-
-
-def _damage(names: Sequence[str]) -> str:
-    return (
-        f"Not safe to serve: {counted(len(names), 'tensor does', 'tensors do')} not match the"
-        f" checksums in beamq.json ({few(names)}); `beamq verify` says more."
     )
 
 

@@ -7,17 +7,16 @@ and the bytes it saves; and from that a `Choice` of parts to keep in BF16, with 
     layer 0: source | part A of it quantized
     layer 1: source | A, as the source goes on | part B quantized | ...
 
-Two ideas. A model with one quantized part equals the source up to that part, so it branches off
-the source's own hidden states there and then runs with the source's weights. All branches advance
-together, in one pass that reads each layer of both models once; the candidate itself runs along.
+A model with one quantized part equals the source up to that part, so it branches off the source's
+hidden states there and then runs with the source's weights. All branches advance together, in one
+pass that reads each layer of both models once; the candidate itself runs along.
 
-A part is worth its bytes if it costs many nats for them, so parts are spared in the order of nats
-per byte. The rest is predicted by adding up: the candidate's own KL times the share of the parts'
-summed KL that is not spared. Losses do not quite add up, so the report shows how far their sum is
-from the measured whole, and a prediction is to be measured by `beamq compare`.
+Parts are spared in the order of nats per byte. The prediction is the candidate's own KL times the
+share of the parts' summed KL that is not spared. Losses do not quite add up, so the report shows
+how far their sum is from the measured whole; `beamq compare` measures the result.
 
-Cost: with P parts, rows pass each layer P / 2 times on average, so a few rows are meant. Memory:
-one hidden state for each token and part.
+Cost: with P parts, rows pass each layer P / 2 times on average. Memory: one hidden state for each
+token and part.
 Limits: whole parts, the only exclusions that both engines take (ADR 7); one process. Losses are
 those of this text.
 """
@@ -39,11 +38,11 @@ from beamq.beam.tensors import QUANTIZABLE, Role, role_of
 from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import RecipeError, TensorError, UsageError, counted
+from beamq.eval.compare.compare import read_text
 from beamq.eval.compare.footprint import stored_units
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.options import SensitivityOptions
 from beamq.eval.compare.side_by_side import StreamOptions, open_loaders, stream_options
-from beamq.eval.compare.text import read_text
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.manifest import Manifest
 from beamq.model.context import PassContext, SequenceLayout, position_table
@@ -186,23 +185,19 @@ def choose(
         raise UsageError(
             f"--max-kl {max_kl:g}: only a model with nothing quantized is that close to the source"
         )
-    if target_bits is not None:
-        return _within(found, target_bits)
-    return None
-
-
-def _within(found: Sensitivity, bits: float) -> Choice:
-    taken: list[PartLoss] = []
-    if found.sparing(taken).bits_per_weight > bits:
+    if target_bits is None:
+        return None
+    choice = found.sparing(())
+    if choice.bits_per_weight > target_bits:
         raise UsageError(
-            f"--target-bits {bits:g}: {found.checkpoint} has"
-            f" {found.sparing(taken).bits_per_weight:.2f} bits a weight already"
+            f"--target-bits {target_bits:g}: {found.checkpoint} has"
+            f" {choice.bits_per_weight:.2f} bits a weight already"
         )
     for part in found.by_worth():
-        if len(taken) + 1 < len(found.parts):
-            choice = found.sparing([*taken, part])
-            taken = list(choice.spared) if choice.bits_per_weight <= bits else taken
-    return found.sparing(taken)
+        larger = found.sparing([*choice.spared, part])
+        if len(larger.spared) < len(found.parts) and larger.bits_per_weight <= target_bits:
+            choice = larger
+    return choice
 
 
 def sparing_recipe(found: Sensitivity, choice: Choice) -> Recipe:
@@ -227,10 +222,9 @@ def recipe_yaml(recipe: Recipe) -> str:
     """The recipe as a file for `--recipe`."""
     import yaml  # only where a recipe is written
 
-    data = {key: value for key, value in recipe.to_dict().items() if value not in ([], None)}
-    data["bounds"] = {k: v for k, v in recipe.to_dict()["bounds"].items() if v is not None}
-    if not data["bounds"]:
-        del data["bounds"]
+    data = recipe.to_dict()
+    data["bounds"] = {key: value for key, value in data["bounds"].items() if value is not None}
+    data = {key: value for key, value in data.items() if value not in ([], {}, None)}
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -289,9 +283,9 @@ def sensitivity(
         loaders = stack.enter_context(open_loaders([base, other], options))
         size = DEFAULT_SIZE.get(where.type, DEFAULT_SIZE["cpu"])
         length = asked.sequence_length or min(size[1], loaders[0].config.max_position_embeddings)
-        text = read_text(base, asked.data, (asked.samples or size[0], length), asked.seed)
+        ids_BT, record = read_text(base, asked.data, (asked.samples or size[0], length), asked.seed)
         events.on_start()
-        scores = _Branches(loaders, units, text.ids_BT, options).run(events.progress)
+        scores = _Branches(loaders, units, ids_BT, options).run(events.progress)
         manifest = Manifest.of(other.source)
         return Sensitivity(
             source=base.label,
@@ -302,7 +296,7 @@ def sensitivity(
             mean_kld=scores[None].result().mean_kld,
             parameters=sum(spec.numel for spec in base.tensors.values()),
             tensor_bytes=sum(spec.nbytes for spec in other.tensors.values()),
-            data={**text.record, "notes": list(text.notes)},
+            data=record,
             settings=settings,
             seconds=time.monotonic() - begun,
         )
@@ -314,20 +308,17 @@ def _losses(
     stored: Mapping[Unit, int],
 ) -> tuple[PartLoss, ...]:
     """The loss of each unit, by layer; `precise` and `stored` are its bytes in both checkpoints."""
-    found = []
-    for unit in sorted(stored):
-        result = scores[unit].result()
-        found.append(
-            PartLoss(
-                layer=unit[0],
-                part=unit[1],
-                mean_kld=result.mean_kld,
-                same_top=result.same_top,
-                precise_bytes=precise[unit],
-                stored_bytes=stored[unit],
-            )
+    return tuple(
+        PartLoss(
+            layer=unit[0],
+            part=unit[1],
+            mean_kld=(result := scores[unit].result()).mean_kld,
+            same_top=result.same_top,
+            precise_bytes=precise[unit],
+            stored_bytes=stored[unit],
         )
-    return tuple(found)
+        for unit in sorted(stored)
+    )
 
 
 class _Branches:
@@ -403,8 +394,7 @@ class _Branches:
                 nothing_T = torch.full((logits_TV.shape[0],), -1, device=logits_TV.device)
                 base = score_base(logits_TV, nothing_T)
                 for unit, states in branches.items():
-                    own_TV = head_logits(states[number][some], head, self._config)
-                    scores[unit].add(base, own_TV)
+                    scores[unit].add(base, head_logits(states[number][some], head, self._config))
         return scores
 
 
