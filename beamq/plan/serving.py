@@ -38,6 +38,7 @@ VOCAB_STEP = 64  # servers pad their share of the vocabulary to this
 NVFP4_EXPERT_STEP = 64  # and the width of NVFP4 experts to this
 KV_ITEMSIZE = {"bf16": 2, "fp8": 1}
 LAYOUTS = ("tensor", "expert")
+DEFAULT_CONTEXT = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,10 @@ class Weights:
             return None
         _, experts = self.of(Role.EXPERT)
         return self.nbytes - experts + -(-experts // count)
+
+    def split(self) -> dict[str, dict[int, int | None]]:
+        """`per_gpu` of every layout and number of GPUs."""
+        return {layout: {n: self.per_gpu(layout, n) for n in COUNTS} for layout in LAYOUTS}
 
 
 def tensor_parallel_fits(config: BeamConfig, blocked: Collection[Role], count: int) -> bool:
@@ -215,6 +220,11 @@ def kv_cache_nbytes(
     full = len(config.full_layers) if windowed else config.num_layers
     sliding = config.num_layers - full
     return token * (full * context + sliding * min(config.sliding_window, context))
+
+
+def default_context(config: BeamConfig) -> int:
+    """128 Ki tokens, or what the model allows if that is less."""
+    return min(DEFAULT_CONTEXT, config.max_position_embeddings)
 
 
 def kv_heads_per_gpu(config: BeamConfig, layout: str, count: int) -> int:

@@ -1,15 +1,12 @@
 """The model card (`README.md` of an output): Hub metadata, and facts that the run itself knows.
 
 In: the plan, the origin of the source, the record of the input scales. Out: Markdown with YAML
-front matter. No figure is typed by hand: formats, shares and sizes come from the plan, calibration
-from the manifest's record, commands from the table `ENGINES`, and numbers of GPUs are computed by
-`plan.serving`.
+front matter. Commands come from the table `ENGINES`; every figure is computed.
 
 A card never holds a path of this machine. A base model is named only if it is an id on the Hub: one
 given by the user, the SOURCE itself, or the config's `_name_or_path` if that cannot be a folder.
 
-The section between two markers holds the comparison with the source. It is measured later and
-written by `card_with_comparison`.
+`card_with_comparison` later writes the comparison with the source between two markers.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from beamq.io.files import parse_yaml, read_small
 from beamq.io.hub import parse_hub_id
 from beamq.io.shard_writer import write_file
 from beamq.plan.plan import Plan
-from beamq.plan.serving import GPUS, KV_ITEMSIZE, fit, model_weights
+from beamq.plan.serving import GPUS, KV_ITEMSIZE, default_context, fit, model_weights
 from beamq.report.tables import FORMAT_NAMES, Table, page, role_sums
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
@@ -78,14 +75,10 @@ def trace_origin(source: Checkpoint, fingerprint: str, base_model: str | None = 
     named = source.config.get("_name_or_path")
     if not isinstance(named, str) or could_be_path(named):
         named = None
-    return Origin(
-        base_model=base_model or repo or named,
-        repo=repo,
-        commit=commit,
-        front=front_matter(source.source.path("README.md"))
-        if source.source.has("README.md")
-        else {},
-    )
+    front = {}
+    if source.source.has("README.md"):
+        front = front_matter(source.source.path("README.md"))
+    return Origin(base_model=base_model or repo or named, repo=repo, commit=commit, front=front)
 
 
 def could_be_path(text: str) -> bool:
@@ -116,7 +109,14 @@ def hub_metadata(
     if origin.base_model is not None:
         data["base_model"] = origin.base_model
         data["base_model_relation"] = "quantized"
-    data.update(_licence(plan, origin.front))
+    if (licence := _words(origin.front.get("license"))) is not None:
+        data["license"] = licence
+    if _word(name := origin.front.get("license_name")):
+        data["license_name"] = name
+    link = origin.front.get("license_link")
+    files = {companion.target for companion in plan.companions}
+    if isinstance(link, str) and (_LINK.fullmatch(link) or link in files):
+        data["license_link"] = link
     if (language := _words(origin.front.get("language"))) is not None:
         data["language"] = language
     data["library_name"] = LIBRARIES[fmt]
@@ -145,19 +145,6 @@ def calibration_datasets(input_scales: Mapping[str, Any]) -> list[str]:
     return sorted({name for name in names if isinstance(name, str)})
 
 
-def _licence(plan: Plan, front: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if (licence := _words(front.get("license"))) is not None:
-        found["license"] = licence
-    if _word(name := front.get("license_name")):
-        found["license_name"] = name
-    link = front.get("license_link")
-    files = {companion.target for companion in plan.companions}
-    if isinstance(link, str) and (_LINK.fullmatch(link) or link in files):
-        found["license_link"] = link
-    return found
-
-
 def _word(value: Any) -> bool:
     return isinstance(value, str) and 0 < len(value) <= 100 and "\n" not in value
 
@@ -173,7 +160,6 @@ def _words(value: Any) -> str | list[str] | None:
 
 # --- serving ------------------------------------------------------------------------------------
 
-DEFAULT_CONTEXT = 131_072
 COUNTS = (1, 2, 4, 8)
 READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 
@@ -225,10 +211,6 @@ _TRANSFORMERS = {
 }
 
 
-def _context(plan: Plan) -> int:
-    return min(DEFAULT_CONTEXT, plan.config.max_position_embeddings)
-
-
 def _commands(plan: Plan, engine: ServingEngine) -> list[str]:
     """A command for each number of GPUs, under the kinds of GPU that need so many."""
     wanted: dict[int, list[str]] = {}
@@ -248,8 +230,9 @@ def smallest_tensor_parallel(plan: Plan, name: str) -> int | None:
     weights = model_weights(plan.config, plan.recipe.format, plan.units)
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
     itemsize = KV_ITEMSIZE["fp8" if plan.recipe.kv_cache == "fp8" else "bf16"]
+    context = default_context(plan.config)
     for count in COUNTS:
-        found = fit(weights, gpu, count, "tensor", context=_context(plan), kv_itemsize=itemsize)
+        found = fit(weights, gpu, count, "tensor", context=context, kv_itemsize=itemsize)
         if found is not None and found.fits:
             return count
     return None
@@ -287,7 +270,6 @@ _METHOD_TEXTS = {
 COMPARISON_BEGIN = "<!-- beamq: comparison -->"
 COMPARISON_END = "<!-- beamq: end of comparison -->"
 _COMPARISON = re.compile(f"{COMPARISON_BEGIN}.*?{COMPARISON_END}", re.DOTALL)
-_NOT_COMPARED = "Not measured yet."
 
 
 def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> str:
@@ -315,13 +297,13 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
         sources=_sources(input_scales),
         coverage=coverage if isinstance(coverage, Mapping) else None,
         sizes=_sizes(plan),
-        comparison=_comparison_section(_NOT_COMPARED),
+        comparison=_between_markers("Not measured yet."),
         servable=is_servable(plan),
         engines=ENGINES[fmt],
         commands=lambda engine: _commands(plan, engine),
         transformers=_TRANSFORMERS[fmt],
         read_versions=READ_VERSIONS,
-        context=_context(plan),
+        context=default_context(plan.config),
         origin=origin,
         own_card=any(companion.target == "README.source.md" for companion in plan.companions),
         version=__version__,
@@ -337,20 +319,16 @@ def card_with_comparison(folder: Path, table: str) -> None:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as fault:
         raise CheckpointError(f"{path}: no card to write the comparison into ({fault})") from None
-    section = _comparison_section(table)
-    block = section[section.index(COMPARISON_BEGIN) :].rstrip("\n")
+    block = _between_markers(table)
     if _COMPARISON.search(text):
         text = _COMPARISON.sub(lambda _: block, text, count=1)
     else:
-        text = f"{text.rstrip()}\n\n{section}"
+        text = f"{text.rstrip()}\n\n## Comparison with the source\n\n{block}\n"
     write_file(path, text.encode(), resumable=False)
 
 
-def _comparison_section(content: str) -> str:
-    return (
-        f"## Comparison with the source\n\n{COMPARISON_BEGIN}\n{content.strip()}\n"
-        f"{COMPARISON_END}\n"
-    )
+def _between_markers(content: str) -> str:
+    return f"{COMPARISON_BEGIN}\n{content.strip()}\n{COMPARISON_END}"
 
 
 def _parts(plan: Plan) -> Table:
@@ -369,8 +347,7 @@ def _parts(plan: Plan) -> Table:
 def _spared(plan: Plan) -> dict[str, list[int]]:
     """Layers that the user has excluded, by part."""
     found: dict[str, list[int]] = {}
-    units = {unit for exclusion in plan.exclusions for unit in exclusion.units}
-    for layer, role in sorted(units):
+    for layer, role in sorted({unit for each in plan.exclusions for unit in each.units}):
         found.setdefault(PART_NAMES[role], []).append(layer)
     return found
 

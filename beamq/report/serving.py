@@ -1,14 +1,13 @@
 """What `beamq plan` says about serving: weights on each GPU, KV cache, which machines have room.
 
-In: a `Plan`, a context length, one machine or none. Out: JSON and tables. All arithmetic is that of
-`plan.serving`.
+In: a `Plan`, a context length, one machine or none. Out: JSON and tables. `plan.serving` does the
+arithmetic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from beamq.beam.config import BeamConfig
 from beamq.plan.plan import Plan
 from beamq.plan.serving import (
     BATCHED_TOKENS,
@@ -24,6 +23,7 @@ from beamq.plan.serving import (
     Weights,
     activation_nbytes,
     best_fit,
+    default_context,
     fit,
     kv_cache_nbytes,
     model_weights,
@@ -33,7 +33,6 @@ from beamq.report.console import Block
 from beamq.report.tables import LAYOUT_NAMES, LEGEND, Table, weights_per_gpu
 from beamq.units import show_bytes, show_gib
 
-DEFAULT_CONTEXT = 131_072
 LEAST_PADDING = 0.005  # a smaller share is not mentioned
 
 
@@ -48,9 +47,9 @@ class ServingView:
         self._config = config
         self._context = context or default_context(config)
         self._gpu = gpu
-        self._count = count
+        self._counts = (count,) if count else COUNTS
         self._kv_dtype = "fp8" if plan.recipe.kv_cache == "fp8" else "bf16"
-        self._itemsize = KV_ITEMSIZE[self._kv_dtype]
+        self._need = {"context": self._context, "kv_itemsize": KV_ITEMSIZE[self._kv_dtype]}
         self._source = model_weights(config)
         self._output = model_weights(config, plan.recipe.format, plan.units)
 
@@ -62,34 +61,25 @@ class ServingView:
         gpus [{gpu, gpu_bytes, smallest_count, fits: [{count, layout, fits, weight_bytes,
         kv_bytes, room_bytes, sequences, max_context}]}]: bytes of one GPU, full contexts on all.
         """
-        gpus = [self._gpu] if self._gpu else GPUS
         return {
             "context": self._context,
             "kv_cache": {
                 "dtype": self._kv_dtype,
-                "bytes": self._kv(self._itemsize),
+                "bytes": self._kv(KV_ITEMSIZE[self._kv_dtype]),
                 "bytes_bf16": self._kv(2),
                 "bytes_fp8": self._kv(1),
                 "bytes_all_full": kv_cache_nbytes(self._config, self._context, windowed=False),
             },
-            "weights_per_gpu": {
-                name: {
-                    layout: {str(count): weights.per_gpu(layout, count) for count in COUNTS}
-                    for layout in LAYOUTS
-                }
-                for name, weights in (("source", self._source), ("output", self._output))
-            },
+            "weights_per_gpu": {"source": self._source.split(), "output": self._output.split()},
             "allowances": {
                 "usable_share": USABLE_SHARE,
                 "runtime_bytes": RUNTIME_NBYTES,
                 "activation_bytes": activation_nbytes(self._config),
             },
-            "gpus": [self._gpu_data(gpu) for gpu in gpus],
+            "gpus": [self._gpu_data(gpu) for gpu in ([self._gpu] if self._gpu else GPUS)],
         }
 
     def _gpu_data(self, gpu: Gpu) -> dict[str, Any]:
-        counts = [self._count] if self._count else COUNTS
-        found = [result for count in counts for result in self._fits(gpu, count)]
         return {
             "gpu": gpu.name,
             "gpu_bytes": gpu.nbytes,
@@ -106,13 +96,15 @@ class ServingView:
                     "sequences": result.sequences,
                     "max_context": result.max_context,
                 }
-                for result in found
+                for result in self._fits(gpu)
             ],
         }
 
     def blocks(self) -> list[Block]:
         """The same as text."""
-        blocks: list[Block] = ["", self._weights_table(), *self._padding(), "", self._kv_line(), ""]
+        models = {"source": self._source.split(), self._plan.recipe.name: self._output.split()}
+        blocks: list[Block] = ["", weights_per_gpu(models), *self._padding(), "", self._kv_line()]
+        blocks.append("")
         if self._gpu is None:
             blocks.append(self._fits_table())
         else:
@@ -147,38 +139,21 @@ class ServingView:
 
     def _padding(self) -> list[Block]:
         """A line on the padding of NVFP4 experts, where it makes them larger than an even share."""
-        padded = {count: self._output.expert_padding(count) for count in COUNTS}
-        worst = max(
-            (count for count in COUNTS if self._output.per_gpu("tensor", count) is not None),
-            key=lambda count: padded[count],
-            default=1,
-        )
-        if padded[worst] < LEAST_PADDING:
+        possible = [n for n, held in self._output.split()["tensor"].items() if held is not None]
+        worst = max(possible, key=self._output.expert_padding, default=1)
+        if (padding := self._output.expert_padding(worst)) < LEAST_PADDING:
             return []
         return [
             f"With TP, engines pad the width of NVFP4 experts to a multiple of {NVFP4_EXPERT_STEP}"
-            f" on each GPU: {padded[worst]:.0%} more than an even share on {worst} GPUs."
+            f" on each GPU: {padding:.0%} more than an even share on {worst} GPUs."
         ]
-
-    def _weights_table(self) -> Table:
-        models = {
-            name: {layout: {n: weights.per_gpu(layout, n) for n in COUNTS} for layout in LAYOUTS}
-            for name, weights in (("source", self._source), (self._plan.recipe.name, self._output))
-        }
-        return weights_per_gpu(models)
 
     def _fits_table(self) -> Table:
         rows = []
         for gpu in GPUS:
-            best = (
-                best_fit(
-                    self._output, gpu, count, context=self._context, kv_itemsize=self._itemsize
-                )
-                for count in COUNTS
-            )
-            cells = map(_sequences, best)
-            least, before = self._smallest(gpu, self._output), self._smallest(gpu, self._source)
-            rows.append((gpu.label, *cells, _or_dash(least), _or_dash(before)))
+            best = (best_fit(self._output, gpu, count, **self._need) for count in COUNTS)
+            fewest = (self._smallest(gpu, weights) for weights in (self._output, self._source))
+            rows.append((gpu.label, *map(_sequences, best), *(str(n or "-") for n in fewest)))
         return Table(
             title=f"Sequences of {self._context:,} tokens that fit with the weights (e: with EP)",
             head=("", *(f"x{count}" for count in COUNTS), "fewest", "source"),
@@ -188,24 +163,22 @@ class ServingView:
 
     def _machine(self, gpu: Gpu) -> list[Block]:
         """The table for `--gpu`: each count and layout, in full."""
-        rows = []
-        for count in [self._count] if self._count else COUNTS:
-            for result in self._fits(gpu, count):
-                rows.append(
-                    (
-                        f"{count}",
-                        LAYOUT_NAMES[result.layout],
-                        show_bytes(result.weight_nbytes),
-                        show_bytes(result.room_nbytes),
-                        show_bytes(result.kv_nbytes),
-                        f"{result.sequences:,}" if result.fits else "does not fit",
-                        f"{result.max_context:,}",
-                    )
-                )
+        rows = [
+            (
+                f"{result.count}",
+                LAYOUT_NAMES[result.layout],
+                show_bytes(result.weight_nbytes),
+                show_bytes(result.room_nbytes),
+                show_bytes(result.kv_nbytes),
+                f"{result.sequences:,}" if result.fits else "does not fit",
+                f"{result.max_context:,}",
+            )
+            for result in self._fits(gpu)
+        ]
         least = self._smallest(gpu, self._output)
         verdict = f"Fewest {gpu.label} with room for one full context: {least or 'more than 16'}."
         if not rows:
-            return [f"This model cannot be divided over {self._count} GPUs.", verdict]
+            return [f"This model cannot be divided over {self._counts[0]} GPUs.", verdict]
         table = Table(
             title=f"Each {gpu.label} ({LEGEND})",
             head=("GPUs", "", "weights", "room", "KV", "sequences", "longest"),
@@ -214,20 +187,16 @@ class ServingView:
         )
         return [table, verdict]
 
-    def _fits(self, gpu: Gpu, count: int) -> list[Fit]:
-        found = (
-            fit(self._output, gpu, count, layout, context=self._context, kv_itemsize=self._itemsize)
+    def _fits(self, gpu: Gpu) -> list[Fit]:
+        return [
+            result
+            for count in self._counts
             for layout in (LAYOUTS if count > 1 else LAYOUTS[:1])
-        )
-        return [result for result in found if result is not None]
+            if (result := fit(self._output, gpu, count, layout, **self._need))
+        ]
 
     def _smallest(self, gpu: Gpu, weights: Weights) -> int | None:
-        return smallest_count(weights, gpu, context=self._context, kv_itemsize=self._itemsize)
-
-
-def default_context(config: BeamConfig) -> int:
-    """128 Ki tokens, or what the model allows if that is less."""
-    return min(DEFAULT_CONTEXT, config.max_position_embeddings)
+        return smallest_count(weights, gpu, **self._need)
 
 
 def _sequences(result: Fit | None) -> str:
@@ -239,7 +208,3 @@ def _sequences(result: Fit | None) -> str:
 def _both(nbytes: int) -> str:
     """Decimal as everywhere here, and binary, as KV caches are usually given."""
     return f"{show_bytes(nbytes)} ({show_gib(nbytes)})"
-
-
-def _or_dash(count: int | None) -> str:
-    return "-" if count is None else str(count)

@@ -20,15 +20,14 @@ from beamq.plan.serving import (
     COUNTS,
     GPUS,
     KV_ITEMSIZE,
-    LAYOUTS,
     Weights,
     best_fit,
+    default_context,
     kv_cache_nbytes,
     model_weights,
 )
 
 CONTEXTS = (32_768, 131_072, 1_048_576)
-FIT_CONTEXT = 131_072
 _FORMATS = {"U8": "nvfp4", "F8_E4M3": "fp8"}
 _FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
@@ -79,16 +78,13 @@ def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
     kv_dtype = "fp8" if isinstance(block, dict) and block.get("kv_cache_scheme") else "bf16"
     itemsize = KV_ITEMSIZE[kv_dtype]
     tensors = sum(spec.nbytes for spec in checkpoint.tensors.values())
-    context = min(FIT_CONTEXT, config.max_position_embeddings)
+    context = default_context(config)
     return Footprint(
         disk_bytes=sum(checkpoint.source.listing().values()),
         tensor_bytes=tensors,
         parameters=weights.parameters,
         bits_per_weight=8 * tensors / weights.parameters,
-        weight_bytes_per_gpu={
-            layout: {count: weights.per_gpu(layout, count) for count in COUNTS}
-            for layout in LAYOUTS
-        },
+        weight_bytes_per_gpu=weights.split(),
         kv_dtype=kv_dtype,
         kv_bytes={n: kv_cache_nbytes(config, n, itemsize=itemsize) for n in CONTEXTS},
         fits=Fits(context=context, machines=_machines(weights, context, itemsize)),
@@ -111,15 +107,12 @@ def smallest_each(machines: Sequence[Fitting]) -> list[Fitting]:
 
 
 def _machines(weights: Weights, context: int, kv_itemsize: int) -> tuple[Fitting, ...]:
-    tried = (
-        (gpu, count, best_fit(weights, gpu, count, context=context, kv_itemsize=kv_itemsize))
-        for gpu in GPUS
-        for count in COUNTS
-    )
     return tuple(
         Fitting(gpu=gpu.name, count=count, layout=best.layout, sequences=best.sequences)
-        for gpu, count, best in tried
-        if best is not None and best.fits
+        for gpu in GPUS
+        for count in COUNTS
+        if (best := best_fit(weights, gpu, count, context=context, kv_itemsize=kv_itemsize))
+        and best.fits
     )
 
 

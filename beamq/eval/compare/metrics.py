@@ -8,12 +8,11 @@ Three ideas.
 1. Logits are never stored. `TokenScores` reduces each chunk of tokens to a few numbers a token.
    Log-softmax and sums are in FP64, or the KL of nearly equal distributions would be the rounding
    error of two logarithms. Equal logits give exactly 0 and 100%.
-2. After layer l each token has a noise power |h' - h|^2 and a signal power |h|^2. The relative
-   error is the root of the ratio of their sums. Ratios of powers add up where noise is independent,
-   so a layer's `added` is the growth of that ratio over the layer, and all of them sum to the ratio
-   after the last layer. It may be negative: some layers average incoming noise away.
-3. A figure comes with its standard error over tokens, as if tokens were independent draws. Those of
-   one text are not: on text of another kind a figure can move by more than its standard error.
+2. After each layer a token has a noise power |h' - h|^2 and a signal power |h|^2. The relative
+   error is the root of the ratio of their sums. A layer's `added` is the growth of that ratio over
+   the layer. It may be negative: some layers average incoming noise away.
+3. Standard errors are over tokens, as if these were independent draws. Those of one text are not:
+   on text of another kind a figure can move by more than its standard error.
 
 Measures that llama.cpp's perplexity tool also prints have its names (KLD, PPL, Δp, same top p) and
 its meaning: natural logarithms, KL(base || candidate). That tool scores the second half of each
@@ -96,14 +95,12 @@ def quantiles(x_T: Floats, shares: tuple[float, ...]) -> list[Estimate]:
     last = ordered.size - 1
     found = []
     for share in shares:
-        spread = math.sqrt(ordered.size * share * (1 - share)) / max(last, 1)
         error = None
         if 0 < share < 1 and last:
-            ends = np.clip([share - spread, share + spread], 0.0, 1.0)
-            low, high = np.quantile(ordered, ends)
+            spread = math.sqrt(ordered.size * share * (1 - share)) / last
+            low, high = np.quantile(ordered, np.clip([share - spread, share + spread], 0.0, 1.0))
             error = float(high - low) / 2
-        value = float(np.quantile(ordered, share))
-        found.append(Estimate(value=value, standard_error=error))
+        found.append(Estimate(value=float(np.quantile(ordered, share)), standard_error=error))
     return found
 
 
@@ -328,12 +325,9 @@ class RouteRecorder(Observer):
         self._chosen: list[torch.Tensor] = []
 
     def routing(
-        self,
-        layer: int,
-        logits_TE: torch.Tensor,
-        experts_Tk: torch.Tensor,
+        self, layer: int, logits_TE: torch.Tensor, experts_Tk: torch.Tensor,
         weights_Tk: torch.Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Keep the choice."""
         self._chosen.append(experts_Tk)
 
@@ -362,8 +356,8 @@ def layer_error(
         for start in range(0, base_TK.shape[0], step):
             signal_TK = base_TK[start : start + step].float()
             noise_TK = other_TK[start : start + step].float() - signal_TK
-            noise.append(_power(noise_TK).cpu())
-            signal.append(_power(signal_TK).cpu())
+            noise.append(power(noise_TK).cpu())
+            signal.append(power(signal_TK).cpu())
     relative = root_of_ratio(torch.cat(noise).numpy(), torch.cat(signal).numpy())
     square = relative.value**2
     share_T = _overlap(base, other) if base else None
@@ -377,8 +371,8 @@ def layer_error(
     )
 
 
-def _power(x_TK: torch.Tensor) -> torch.Tensor:
-    """|x|^2 of each token: an FP32 norm, which is accurate enough, squared in FP64."""
+def power(x_TK: torch.Tensor) -> torch.Tensor:
+    """|x|^2 of each row: an FP32 norm, which is accurate enough, squared in FP64."""
     norm_T: torch.Tensor = torch.linalg.vector_norm(x_TK, dim=-1)
     return norm_T.double().square()
 

@@ -6,20 +6,17 @@ logits, hidden states, routers and weights.
     layer 0 of source, of candidate 1, of candidate 2;  layer 1 of source, of candidate 1, ...
 
 The one idea: all models advance together, so both sides of every comparison are in memory at once
-and nothing is kept for later: no logits, no hidden states of earlier layers, no second read of
-weights. Memory holds the source's layer, one candidate's and the one that is being read, however
-many layers or candidates there are; and for each token one hidden state of each model.
+and nothing is kept for later. Memory holds the source's layer, one candidate's and the one that is
+being read, and for each token one hidden state of each model.
 
 For each quantized candidate the source runs once more with exact weights and that candidate's
-quantized activations (`floor`). A weight defines how its input is quantized (FP8 by token, NVFP4 by
-`input_scale`), so `ServedWeight`, an exact weight with a quantized one attached, is all that the
-pass needs. Its KL is the part of the loss that no better weights can win back.
+quantized activations (`floor`). Its KL is the part of the loss that no better weights can win back.
+A weight defines how its input is quantized (FP8 by token, NVFP4 by `input_scale`), so the pass
+needs no more than `ServedWeight`, an exact weight with a quantized one attached.
 
 Under torchrun each process reads and holds a range of every sparse layer's experts and all other
-weights. Sums over experts are passed on in the order of experts (ADR 9), in the floor's pass too,
-and every rank computes the rest in the same way, so findings equal those of one process to the bit.
-
-Limits: experts are not sliced further; every rank reads and computes everything but experts.
+weights. Sums over experts are passed on in the order of experts (ADR 9), so findings equal those of
+one process to the bit.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,18 +136,9 @@ def _served(x_TK: torch.Tensor, weight: ServedWeight) -> torch.Tensor:
 # --- can these checkpoints run side by side? -----------------------------------------------------
 
 SHAPES = (
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_layers",
-    "vocab_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "num_experts",
-    "top_k",
-    "mlp_layer_types",
-)
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "num_layers", "vocab_size",
+    "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k", "mlp_layer_types",
+)  # fmt: skip
 
 
 def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
@@ -299,15 +288,10 @@ def open_loaders(
     for checkpoint, config in zip(checkpoints[1:], configs[1:], strict=True):
         expect_alike(configs[0], config, checkpoint.name)
     taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
+    build = partial(LayerLoader, dtype=options.dtype, device=options.device)
     with ExitStack() as stack:
         yield [
-            stack.enter_context(
-                closing(
-                    LayerLoader(
-                        checkpoint, config, dtype=options.dtype, device=options.device, tap=tap
-                    )
-                )
-            )
+            stack.enter_context(closing(build(checkpoint, config, tap=tap)))
             for checkpoint, config, tap in zip(checkpoints, configs, taps, strict=True)
         ]
 
@@ -360,11 +344,11 @@ class _SideBySide:
         return LayerPass(stream, batches, gemm=gemm, observers=observers, exchange=self._exchange)
 
     def _compare_embeddings(self) -> None:
-        for candidate, run in zip(self.candidates, self._passes[1:], strict=True):
-            for number in range(len(self._rows)):
-                if not torch.equal(self._passes[0].states.get(number), run.states.get(number)):
-                    candidate.not_the_sources.append("model.embed_tokens.weight")
-                    break
+        source, *passes = self._passes
+        for candidate, run in zip(self.candidates, passes, strict=True):
+            pairs = ((source.states.get(n), run.states.get(n)) for n in range(len(self._rows)))
+            if not all(torch.equal(base, other) for base, other in pairs):
+                candidate.not_the_sources.append("model.embed_tokens.weight")
 
     def layers(self, progress: Callable[[int, int], None] | None) -> None:
         """Run all models through all layers and compare them after each."""
@@ -429,18 +413,17 @@ class _SideBySide:
                 states = [run.states.get(number) for run in self._passes]
                 for start in range(0, next_T.numel(), step):
                     some = slice(start, start + step)
-                    logits = (
+                    logits = [
                         head_logits(h_TK[some], head, loader.config)
                         for h_TK, head, loader in zip(states, heads, self._loaders, strict=True)
-                    )
-                    base = list(logits)
+                    ]
                     floors = [
                         None
                         if floor is None
                         else head_logits(floor.states.get(number)[some], heads[0], self._config)
                         for floor in self._floors
                     ]
-                    self._score(next_T[some], base, floors)
+                    self._score(next_T[some], logits, floors)
 
     def _score(
         self,

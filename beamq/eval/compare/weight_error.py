@@ -3,9 +3,8 @@
 In: the `LayerWeights` of one layer, of the source and of a candidate. Out: a `WeightError` for each
 linear, and the names of unquantized tensors that differ.
 
-The one idea: nothing is read for it. The forward pass has both layers in memory, with linears that
-are multiplied together in one buffer. Each linear is cut out and reduced by itself, to a few
-numbers a row and then to a `WeightError`, so its figures do not depend, to the bit, on which other
+The one idea: nothing is read for it; the forward pass has both layers in memory. Each linear is cut
+out of its buffer and reduced by itself, so its figures do not depend, to the bit, on which other
 experts a process holds.
 
     saturated     beyond the largest magnitude that the element's scale can express: clipped
@@ -25,7 +24,7 @@ from operator import attrgetter
 import torch
 
 from beamq.beam.config import BeamConfig
-from beamq.eval.compare.metrics import sqnr_db
+from beamq.eval.compare.metrics import power, sqnr_db
 from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
 from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
 from beamq.model.gemm.reference import decode
@@ -52,13 +51,8 @@ class WeightError:
     underflowed_share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Linear:
-    """One linear [N, K] of both models."""
-
-    module: str
-    base: LinearWeight
-    other: LinearWeight
+_Linear = tuple[str, LinearWeight, LinearWeight]
+"""The name of a linear [N, K], and the weights of both models."""
 
 
 def weight_errors(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> list[WeightError]:
@@ -70,7 +64,7 @@ def weight_errors(base: LayerWeights, other: LayerWeights, config: BeamConfig) -
         found = [
             (linear, sums_NF)
             for linear in _linears(base, other, config)
-            if (sums_NF := _row_sums(linear.base, linear.other)) is not None
+            if (sums_NF := _row_sums(*linear[1:])) is not None
         ]
         if not found:
             return []
@@ -111,12 +105,9 @@ def changed_tensors(base: LayerWeights, other: LayerWeights) -> list[str]:
 def _linears(base: LayerWeights, other: LayerWeights, config: BeamConfig) -> Iterator[_Linear]:
     prefix = f"model.layers.{base.index}"
     q, kv, hidden = config.q_dim, config.kv_dim, config.hidden_size
-    attention = (("q_proj", q), ("k_proj", kv), ("v_proj", kv), ("gate_proj", q))
-    mine, theirs = base.attention, other.attention
-    name = f"{prefix}.self_attn"
-    yield from _each(
-        mine.qkv_gate, theirs.qkv_gate, [(f"{name}.{proj}", n) for proj, n in attention]
-    )
+    mine, theirs, name = base.attention, other.attention, f"{prefix}.self_attn"
+    parts = (("q_proj", q), ("k_proj", kv), ("v_proj", kv), ("gate_proj", q))
+    yield from _each(mine.qkv_gate, theirs.qkv_gate, [(f"{name}.{proj}", n) for proj, n in parts])
     yield from _each(mine.o, theirs.o, [(f"{name}.o_proj", hidden)])
     if isinstance(base.mlp, DenseMlp):
         if not isinstance(other.mlp, DenseMlp):
@@ -144,7 +135,7 @@ def _each(
     start = 0
     for module, count in rows:
         own = slice(start, start + count)
-        yield _Linear(module=module, base=_rows(base, own), other=_rows(other, own))
+        yield module, _rows(base, own), _rows(other, own)
         start += count
 
 
@@ -191,8 +182,8 @@ def _row_sums(base: LinearWeight, other: LinearWeight) -> torch.Tensor | None:
         base_RK, other_RK = decode(_rows(base, some), torch.float32), decode(part, torch.float32)
         size_RK, error_RK = base_RK.abs(), other_RK - base_RK
         columns = (
-            _power(error_RK),
-            _power(base_RK),
+            power(error_RK),
+            power(base_RK),
             error_RK.abs_().amax(1),
             _beyond(size_RK, part),
             ((other_RK == 0) & (size_RK > 0)).sum(1),
@@ -209,11 +200,6 @@ def _shape(weight: LinearWeight) -> tuple[int, int]:
     return stored.shape[0], stored.shape[1]
 
 
-def _power(x_RK: torch.Tensor) -> torch.Tensor:
-    norm_R: torch.Tensor = torch.linalg.vector_norm(x_RK, dim=1)
-    return norm_R.double().square()
-
-
 def _beyond(size_RK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
     """How many magnitudes of each row are beyond what their scale can express."""
     if isinstance(weight, DenseWeight):
@@ -228,12 +214,12 @@ def _beyond(size_RK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
 def _error(linear: _Linear, sums_NF: torch.Tensor, layer: int) -> WeightError:
     error, source, _, saturated, underflowed = sums_NF.sum(0).tolist()
     square = error / source if source else (math.inf if error else 0.0)
-    rows, width = _shape(linear.base)
-    elements = rows * width
+    module, base, other = linear
+    elements = math.prod(_shape(base))
     return WeightError(
-        module=linear.module,
+        module=module,
         layer=layer,
-        format=_FORMATS[type(linear.other)],
+        format=_FORMATS[type(other)],
         elements=elements,
         relative_rms=math.sqrt(square),
         sqnr_db=sqnr_db(square),
