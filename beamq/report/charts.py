@@ -4,9 +4,8 @@ In: a `Comparison` or a `Sensitivity`. Out: `Chart`s: a title, one sentence of e
 
 The one idea: matplotlib draws with stand-in colours (#010101 for ink, and so on), which are then
 replaced by CSS variables, so that one drawing fits a light page and a dark one. Text stays text in
-the page's own font. Lines differ by marker as well as by colour. Figures are about 400 pixels wide
-and can be read on a phone without zooming. matplotlib takes a second to import, so it is imported
-where a report is written.
+the page's own font. Lines differ by marker as well as by colour. matplotlib takes a second to
+import, so it is imported where a report is written.
 """
 
 from __future__ import annotations
@@ -52,6 +51,8 @@ _STYLE: dict[Any, Any] = {
     "text.color": _INK,
     "xtick.color": _INK,
     "ytick.color": _INK,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
@@ -123,11 +124,7 @@ def of_sensitivity(found: Sensitivity) -> list[Chart]:
 
 
 def _chart(key: str, title: str, text: str, draw: Callable[[Axes], None], bars: int = 0) -> Chart:
-    return Chart(key=key, title=title, text=text, svg=drawing(key, draw, bars))
-
-
-def drawing(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
-    """SVG of what `draw` draws, high enough for that many bars."""
+    """A chart of what `draw` draws, high enough for that many bars."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -138,7 +135,7 @@ def drawing(key: str, draw: Callable[[Axes], None], bars: int = 0) -> str:
         out = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    return _for_page(out.getvalue(), key)
+    return Chart(key=key, title=title, text=text, svg=_for_page(out.getvalue(), key))
 
 
 def _for_page(svg: str, key: str) -> str:
@@ -162,15 +159,8 @@ def _color(place: int) -> str:
 def _lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
     """Draw named series over layers, with a legend."""
     for place, (name, layers, values) in enumerate(series):
-        axes.plot(
-            layers,
-            values,
-            color=_color(place),
-            marker=_MARKERS[place % len(_MARKERS)],
-            markersize=3.5,
-            linewidth=1.4,
-            label=_short(name),
-        )
+        marker = _MARKERS[place % len(_MARKERS)]
+        axes.plot(layers, values, color=_color(place), marker=marker, label=_short(name))
     axes.set_xlabel("layer")
     _whole_numbers(axes)
     axes.legend()
@@ -255,8 +245,7 @@ def _short(name: str) -> str:
 def _parts(axes: Axes, found: Sensitivity) -> None:
     series = []
     for role, name in NAMES.items():
-        own = [part for part in found.parts if part.part is role]
-        if own:
+        if own := [part for part in found.parts if part.part is role]:
             layers, values = [part.layer for part in own], [part.mean_kld.value for part in own]
             series.append((name, layers, values))
     _lines(axes, series)
@@ -266,14 +255,8 @@ def _parts(axes: Axes, found: Sensitivity) -> None:
 
 def _curve(axes: Axes, found: Sensitivity) -> None:
     curve = found.curve()
-    axes.plot(
-        [choice.bits_per_weight for choice in curve],
-        [choice.predicted_kld for choice in curve],
-        color=_color(0),
-        marker="o",
-        markersize=3.5,
-        linewidth=1.4,
-    )
+    bits, kld = zip(*((each.bits_per_weight, each.predicted_kld) for each in curve), strict=True)
+    axes.plot(bits, kld, color=_color(0), marker="o")
     axes.set_xlabel("bits a weight")
     axes.set_ylabel("predicted KLD, nats")
     axes.set_ylim(bottom=0)

@@ -95,7 +95,16 @@ class Screen:
         if not sys.stderr.isatty():
             yield _Lines(doing).advance
             return
-        bar = _bar(Console(file=sys.stderr, highlight=False))
+        bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            TaskProgressColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=sys.stderr, highlight=False),
+            transient=True,
+        )
         task = bar.add_task(doing, total=None)
 
         def advance(done: int, total: int) -> None:
@@ -123,32 +132,17 @@ class _Lines:
             if now - self._told < LINE_SECONDS or not total:
                 return
             self._told = now
+            line = (
+                f"{self._doing}: {done / total:.0%} ({show_bytes(done)} of {show_bytes(total)})"
+                f" after {show_seconds(now - self._begun)}"
+            )
             with suppress(DiskError):  # a log that cannot be written to must not end the run
-                _print(
-                    sys.stderr,
-                    [
-                        f"{self._doing}: {done / total:.0%} ({show_bytes(done)} of"
-                        f" {show_bytes(total)}) after {show_seconds(now - self._begun)}"
-                    ],
-                )
+                _print(sys.stderr, [line])
 
 
 def write_json(data: Mapping[str, Any]) -> None:
     """One JSON object on stdout, keys in the order given; NaN and infinity become null."""
     _write(sys.stdout, json.dumps(plain(data), indent=2, allow_nan=False) + "\n")
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=20),
-        TaskProgressColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-    )
 
 
 def _print(stream: IO[str], blocks: Iterable[Block]) -> None:

@@ -3,10 +3,9 @@
 In: a `Comparison`, or a `Sensitivity` with the `Choice` that was made; a folder. Out: files. Each
 is written whole or not at all; an earlier report is replaced, other files are left alone.
 
-The HTML is one file that needs nothing else, for any screen, light or dark: styles and pictures are
-inline, it loads nothing and runs no script. Names come from strangers' folders: the templates and
-`tables.html` escape them, matplotlib does so in drawings. jinja2 and matplotlib are imported only
-where a report is written.
+The HTML is one file, for any screen, light or dark: it loads nothing and runs no script. Names come
+from strangers' folders: the templates and `tables.html` escape them, matplotlib does so in
+drawings.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from beamq.errors import DiskError, counted
-from beamq.eval.compare.records import CAVEAT, Candidate, Comparison, listed
+from beamq.eval.compare.records import CAVEAT, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
 from beamq.io.files import user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
@@ -77,8 +76,7 @@ def _check_place(target: Path, place: Path, option: str) -> None:
         raise DiskError(f"{target}: {place} may not be written to; choose another {option}")
 
 
-def write_report_files(folder: str | Path, texts: Mapping[str, str]) -> Path:
-    """Write all texts; returns the folder. Raises `DiskError`."""
+def _write_files(folder: str | Path, texts: Mapping[str, str]) -> Path:
     target = user_path(folder)
     with disk_errors(target, "creating the folder of --report", resumable=False):
         make_folder(target)
@@ -88,11 +86,6 @@ def write_report_files(folder: str | Path, texts: Mapping[str, str]) -> Path:
 
 
 # --- a comparison -----------------------------------------------------------------------------
-
-
-def report_html(comparison: Comparison) -> str:
-    """The report as one HTML page."""
-    return page("report.html", charts=charts.of_comparison(comparison), **_values(comparison))
 
 
 def report_markdown(comparison: Comparison) -> str:
@@ -136,24 +129,21 @@ def write_report(comparison: Comparison, folder: str | Path) -> Path:
     texts = {
         JSON_NAME: json.dumps(comparison.to_dict(), indent=1, allow_nan=False) + "\n",
         MARKDOWN_NAME: report_markdown(comparison),
-        HTML_NAME: report_html(comparison),
+        HTML_NAME: page(
+            "report.html", charts=charts.of_comparison(comparison), **_values(comparison)
+        ),
     }
-    return write_report_files(folder, texts) / HTML_NAME
+    return _write_files(folder, texts) / HTML_NAME
 
 
 def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
     """Put each candidate's figures into the README.md of its folder. Raises `CheckpointError` for
     a folder without one."""
     for candidate, folder in zip(comparison.candidates, folders, strict=True):
-        card_with_comparison(Path(folder).expanduser(), card_section(comparison, candidate))
-
-
-def card_section(comparison: Comparison, candidate: Candidate) -> str:
-    """A candidate's figures for its own model card."""
-    summary = tables.summary(comparison.source, [candidate])
-    table = replace(summary, head=("", "source", "this checkpoint"))
-    parts = [candidate.verdict.headline, markdown(table), tables.text_line(comparison), CAVEAT]
-    return "\n\n".join(parts)
+        summary = tables.summary(comparison.source, [candidate])
+        table = markdown(replace(summary, head=("", "source", "this checkpoint")))
+        parts = (candidate.verdict.headline, table, tables.text_line(comparison), CAVEAT)
+        card_with_comparison(Path(folder).expanduser(), "\n\n".join(parts))
 
 
 # --- a sensitivity ----------------------------------------------------------------------------
@@ -175,7 +165,7 @@ def write_sensitivity(found: Sensitivity, choice: Choice | None, folder: str | P
         "sensitivity.md": page("sensitivity.md", **values),
         "sensitivity.html": page("sensitivity.html", **values),
     }
-    return write_report_files(folder, texts) / "sensitivity.html"
+    return _write_files(folder, texts) / "sensitivity.html"
 
 
 def headline(found: Sensitivity) -> str:
@@ -204,8 +194,7 @@ def names(parts: tuple[PartLoss, ...]) -> str:
     """`experts of layers 3, 5; attention of layer 0`."""
     texts = []
     for role, name in NAMES.items():
-        layers = sorted(part.layer for part in parts if part.part is role)
-        if layers:
+        if layers := sorted(part.layer for part in parts if part.part is role):
             plural = "s" if len(layers) > 1 else ""
             texts.append(f"{name} of layer{plural} {', '.join(map(str, layers))}")
     return "; ".join(texts) or "nothing"
@@ -233,10 +222,10 @@ def parts_table(found: Sensitivity, limit: int | None = None) -> Table:
     )
 
 
-def curve_table(found: Sensitivity, points: int = CURVE_POINTS) -> Table:
+def curve_table(found: Sensitivity) -> Table:
     """Bits and predicted KL with more and more parts in high precision."""
     curve = found.curve()
-    step = max(1, -(-len(curve) // points))
+    step = -(-len(curve) // CURVE_POINTS)
     rows = [
         (
             str(len(choice.spared)),

@@ -122,11 +122,9 @@ def _in_pieces(text: str, room: int) -> str:
 
 def markdown(table: Table) -> str:
     """GitHub's Markdown, without the title; columns of figures are aligned right."""
-    columns = list(table.columns())
-    head = [name for name, _ in columns]
-    rule = ["---:" if right else "---" for _, right in columns]
-    lines = [[inline(name) for name in head], rule]
-    lines += [[inline(cell) for cell in row] for row in table.rows]
+    names, rights = zip(*table.columns(), strict=True)
+    lines = [[*map(inline, names)], ["---:" if right else "---" for right in rights]]
+    lines += [[*map(inline, row)] for row in table.rows]
     drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{drawn}\n\n{table.note}" if table.note else drawn
 
@@ -170,10 +168,8 @@ def page(template: str, **values: Any) -> str:
 
     escaped = template.endswith(".html")
     pages = Environment(loader=FunctionLoader(source), autoescape=escaped, trim_blocks=True)
-    drawn = pages.get_template(template).render(
-        html=html, inline=inline, markdown=markdown, **values
-    )
-    return drawn.rstrip() + "\n"
+    pages.globals.update(html=html, inline=inline, markdown=markdown)
+    return pages.get_template(template).render(**values).rstrip() + "\n"
 
 
 # --- the tables of a comparison ---------------------------------------------------------------
@@ -238,8 +234,10 @@ DIVERGENCE = (
 def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
     """Accuracy and size: the source, then each candidate; standard errors over tokens after ±."""
     seen = [each.divergence for each in candidates]
+    last = [each.layers[-1] for each in candidates]
+    models = [source, *(each.model for each in candidates)]
     rows = [
-        ("format", *(format_name(each.format) for each in (source, *_of(candidates)))),
+        ("format", *(format_name(each.format) for each in models)),
         ("Mean PPL", f"{seen[0].ppl_base:.3f}", *(f"{each.ppl:.3f}" for each in seen)),
         ("ln(PPL(Q)/PPL(base))", "", *(f"{each.ln_ppl_ratio:+.4f}" for each in seen)),
         ("Mean KLD", "", *(f"{each.mean_kld:.5f}" for each in seen)),
@@ -251,25 +249,20 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
         (label, "", *(format(getattr(each, field), form) for each in seen))
         for label, field, form in DIVERGENCE
     ]
-    last = [each.layers[-1] for each in candidates]
     rows += [
         ("Same experts, worst layer", "", *(_worst(c, "same_experts") for c in candidates)),
         ("Expert overlap, worst layer", "", *(_worst(c, "expert_overlap") for c in candidates)),
         ("Hidden error, last layer", "", *(f"{layer.relative_error:.1%}" for layer in last)),
         ("SQNR, last layer", "", *(_db(layer.sqnr_db) for layer in last)),
-        ("on disk", *(show_bytes(each.memory.disk_bytes) for each in (source, *_of(candidates)))),
-        ("bits a weight", *(_bits(each) for each in (source, *_of(candidates)))),
+        ("on disk", *(show_bytes(each.memory.disk_bytes) for each in models)),
+        ("bits a weight", *(f"{each.memory.bits_per_weight:.2f}" for each in models)),
     ]
     return Table(
         title="Against the source (base): KLD in nats a token, ± standard error over tokens",
-        head=("", source.name, *(each.name for each in _of(candidates))),
+        head=("", *(each.name for each in models)),
         align="lr",
         rows=rows,
     )
-
-
-def _of(candidates: Sequence[Candidate]) -> list[ComparedModel]:
-    return [candidate.model for candidate in candidates]
 
 
 def _ratio(candidate: Candidate) -> str:
@@ -280,10 +273,6 @@ def _ratio(candidate: Candidate) -> str:
 def _activations(candidate: Candidate) -> str:
     found = candidate.activations_only_kld
     return "not quantized" if found is None else f"{found:.5f}"
-
-
-def _bits(model: ComparedModel) -> str:
-    return f"{model.memory.bits_per_weight:.2f}"
 
 
 def _worst(candidate: Candidate, field: str) -> str:
@@ -297,7 +286,6 @@ def _db(value: float | None) -> str:
 
 def damage(candidate: Candidate, count: int | None = None) -> Table:
     """The `count` layers that add the most error (None: all of them)."""
-    layers = candidate.worst_layers()[:count]
     rows = [
         (
             str(layer.layer),
@@ -308,7 +296,7 @@ def damage(candidate: Candidate, count: int | None = None) -> Table:
             show_bytes(layer.quantized_bytes) if layer.quantized_bytes else "",
             f"+{show_bytes(layer.extra_bytes_in_bf16)}" if layer.quantized_bytes else "",
         )
-        for layer in layers
+        for layer in candidate.worst_layers()[:count]
     ]
     return Table(
         title=f"{candidate.model.name}: which layers hurt, and what BF16 would cost there",
@@ -341,7 +329,7 @@ def linears(candidate: Candidate, count: int = 20) -> Table:
 
 
 def _models(comparison: Comparison) -> list[ComparedModel]:
-    return [comparison.source, *_of(comparison.candidates)]
+    return [comparison.source, *(candidate.model for candidate in comparison.candidates)]
 
 
 def sizes(comparison: Comparison) -> Table:
