@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from beamq.calib.options import CalibrationOptions
-from beamq.commands.options import command
+from beamq.commands.options import command, place
 from beamq.errors import UsageError
 from beamq.options import option
 from beamq.units import show_bytes, show_seconds
@@ -42,17 +40,13 @@ class MergeOptions:
     )
 
 
+PLACES = "Folder of a BF16 Beam, and the file to write. With --merge: statistics files."
+
+
 @command()
 def calibrate(
     screen: Screen,
-    places: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE STATS",
-            help="Folder of a BF16 Beam, and the file to write. With --merge: statistics files.",
-            show_default=False,
-        ),
-    ],
+    places: Annotated[list[str], place("SOURCE STATS", PLACES)],
     options: CalibrationOptions,
     more: MergeOptions,
     verbose: bool,
@@ -62,8 +56,14 @@ def calibrate(
     The result is for `quantize --calibration STATS`. --resume continues a run that was stopped, and
     the result has the same bytes. Under torchrun, experts are split over the processes.
     """
+    begun = time.monotonic()
     if more.merge:
-        _merge(screen, places, more.output)
+        from beamq.calib.calibrate import merge_statistics
+
+        if more.output is None:
+            raise UsageError("--merge needs --output FILE")
+        merged = merge_statistics(places, more.output)
+        _show(screen, merged, more.output, time.monotonic() - begun)
         return
     if more.output is not None:
         raise UsageError("--output goes with --merge; without it STATS is the second argument")
@@ -75,7 +75,6 @@ def calibrate(
 
     if more.percentile is not None or more.second_moments:
         screen.say("Note: --percentile and --second-moments are ignored; leave them out.")
-    begun = time.monotonic()
     with screen.progress("calibrating") as advance:
 
         def on_layer(done: LayerDone) -> None:
@@ -92,16 +91,6 @@ def calibrate(
             on_layer=on_layer,
         )
     _show(screen, stats, Path(places[1]), time.monotonic() - begun)
-
-
-def _merge(screen: Screen, places: list[str], output: Path | None) -> None:
-    if output is None:
-        raise UsageError("--merge needs --output FILE")
-    from beamq.calib.calibrate import merge_statistics
-
-    begun = time.monotonic()
-    stats = merge_statistics(places, output)
-    _show(screen, stats, output, time.monotonic() - begun)
 
 
 def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float) -> None:
@@ -155,16 +144,10 @@ def coverage_blocks(stats: CalibrationStats) -> list[Block]:
     from beamq.report.tables import Table
 
     reached = coverage(stats)
-    rows = tuple(
-        (
-            str(layer.layer),
-            f"{layer.tokens_min:,}",
-            f"{layer.tokens_median:,.0f}",
-            f"{layer.tokens_max:,}",
-            remarks(layer),
-        )
-        for layer in reached.layers
-    )
+    rows = []
+    for layer in reached.layers:
+        low, high = f"{layer.tokens_min:,}", f"{layer.tokens_max:,}"
+        rows.append((str(layer.layer), low, f"{layer.tokens_median:,.0f}", high, remarks(layer)))
     title = (
         f"{reached.calibrated:,} of {reached.experts:,} experts reached ({reached.percent:.1f}%);"
         " tokens of each layer's experts:"

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from beamq.commands.options import Checkpoint, Source, command
+from beamq.commands.options import Checkpoint, Source, command, place
 from beamq.errors import UsageError, counted
 from beamq.eval.compare.options import CompareOptions, SensitivityOptions
 from beamq.options import Flag, option
@@ -42,12 +40,7 @@ class CompareFiles:
 def compare(
     screen: Screen,
     source: Source,
-    checkpoints: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CHECKPOINT...", help="Folders made from SOURCE.", show_default=False
-        ),
-    ],
+    checkpoints: Annotated[list[str], place("CHECKPOINT...", "Folders made from SOURCE.")],
     options: CompareOptions,
     files: CompareFiles,
     verbose: bool,
@@ -217,11 +210,9 @@ def compare_blocks(comparison: Comparison, report: Path | None, *, verbose: bool
 def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
     from beamq.report import tables
 
-    candidates = comparison.candidates
-    shown = [
-        tables.summary(comparison.source, candidates[start : start + ABREAST])
-        for start in range(0, len(candidates), ABREAST)
-    ]
+    candidates, shown = comparison.candidates, []
+    for start in range(0, len(candidates), ABREAST):
+        shown.append(tables.summary(comparison.source, candidates[start : start + ABREAST]))
     for candidate in candidates:
         shown.append(tables.damage(candidate, None if verbose else LAYERS))
         shown.append(tables.linears(candidate, ALL_LINEARS if verbose else LINEARS))

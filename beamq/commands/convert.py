@@ -14,7 +14,6 @@ from beamq.units import show_bytes, show_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from beamq.convert.dequantize import DequantizeResult
     from beamq.convert.quantize import QuantizeResult
     from beamq.convert.run import Progress
     from beamq.plan.plan import Plan
@@ -74,6 +73,7 @@ def dequantize(
 ) -> None:
     """Decode an NVFP4 or FP8 Beam back to BF16, exactly."""
     from beamq.convert.dequantize import dequantize as decode
+    from beamq.report.tables import Table
 
     with screen.progress("decoding") as advance:
         result = decode(
@@ -87,6 +87,13 @@ def dequantize(
             ),
             on_progress=_meter(advance),
         )
+    copied = counted(result.copied, "tensor")
+    rows = (
+        ("output", str(result.output)),
+        ("decoded", f"{counted(result.decoded, 'linear')} to BF16; {copied} copied"),
+        ("size", show_bytes(result.tensor_nbytes)),
+        ("time", show_seconds(result.seconds)),
+    )
     screen.show(
         lambda: {
             "command": "dequantize",
@@ -97,7 +104,7 @@ def dequantize(
             "tensor_bytes": result.tensor_nbytes,
             "seconds": round(result.seconds, 3),
         },
-        lambda: dequantize_blocks(result),
+        lambda: [Table(rows=rows)],
     )
 
 
@@ -127,8 +134,7 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
 
     if dry_run:
         return ["Dry run: nothing was written."]
-    plan = result.plan
-    manifest = result.manifest or {}
+    plan, manifest = result.plan, result.manifest or {}
     share = plan.quantized_parameters / plan.total_parameters
     rate = show_bytes(round(plan.source_nbytes / max(result.seconds, 1e-9)))
     shards = f"{len(plan.shards)}"
@@ -147,12 +153,8 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
         scales = (manifest.get("input_scales") or {}).get("description", "unknown")
         rows.insert(4, ("input scales", str(scales)))
     rows += _counts(manifest.get("counts") or {})
-    output = shlex.quote(str(result.output))
-    return [
-        Table(rows=rows),
-        "",
-        Command(f"next: beamq verify {output} --source {shlex.quote(source)}"),
-    ]
+    verify = shlex.join(["beamq", "verify", str(result.output), "--source", source])
+    return [Table(rows=rows), "", Command(f"next: {verify}")]
 
 
 def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -169,20 +171,3 @@ def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
         if counts.get(key):
             rows.append((label, f"{counts[key]:,} {text}"))
     return rows
-
-
-def dequantize_blocks(result: DequantizeResult) -> list[Block]:
-    """The result table."""
-    from beamq.report.tables import Table
-
-    rows = (
-        ("output", str(result.output)),
-        (
-            "decoded",
-            f"{counted(result.decoded, 'linear')} to BF16;"
-            f" {counted(result.copied, 'tensor')} copied",
-        ),
-        ("size", show_bytes(result.tensor_nbytes)),
-        ("time", show_seconds(result.seconds)),
-    )
-    return [Table(rows=rows)]

@@ -103,16 +103,10 @@ def doctor_blocks(data: dict[str, Any]) -> list[Block]:
         rows.append(("GPU", data["gpu_note"]))
     for disk in data["disks"]:
         rows.append(("disk", f"{show_bytes(disk['free_bytes'])} free in {disk['folder']}"))
-    packages = [
-        (name, data["packages"][name] or "not installed", purpose) for name, purpose in PACKAGES
-    ]
-    blocks: list[Block] = [
-        Table(rows=rows),
-        "",
-        Table(head=("package", "version", "for"), rows=packages),
-        "",
-        *_gemm_blocks(data["gemm"]),
-    ]
+    found = data["packages"]
+    packages = [(name, found[name] or "not installed", purpose) for name, purpose in PACKAGES]
+    table = Table(head=("package", "version", "for"), rows=packages)
+    blocks: list[Block] = [Table(rows=rows), "", table, "", *_gemm_blocks(data["gemm"])]
     blocks += [f"Hint: {hint}." for hint in data["hints"]] or ["Nothing is missing."]
     return blocks
 
@@ -206,9 +200,8 @@ def _hints(data: dict[str, Any]) -> list[str]:
         "triton": bool(data["gpus"]),
         "quack-kernels": any(gpu["capability"] in ("12.0", "12.1") for gpu in data["gpus"]),
     }
-    missing = [
-        name for name, version in data["packages"].items() if not version and wanted.get(name, True)
-    ]
+    packages = data["packages"].items()
+    missing = [name for name, version in packages if not version and wanted.get(name, True)]
     if missing:
         hints.append(f"not installed: {', '.join(missing)}; see the table for what needs them")
     if data["gpus"] and not any(gpu["fp8"] for gpu in data["gpus"]):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
+from typer.models import ArgumentInfo
 
 from beamq.commands import outcome
 from beamq.options import FLAG, Flag, from_keywords
@@ -26,18 +27,17 @@ if TYPE_CHECKING:
     from beamq.report.console import Screen
 
 T = TypeVar("T")
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="A BF16 Beam: a folder, or org/name[@revision].", show_default=False
-    ),
-]
-Output = Annotated[
-    Path, typer.Argument(metavar="OUTPUT", help="Folder to write.", show_default=False)
-]
-Checkpoint = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="Folder of a Beam.", show_default=False)
-]
+
+
+def place(metavar: str, text: str) -> ArgumentInfo:
+    """A positional argument and its help, for `Annotated`."""
+    found: ArgumentInfo = typer.Argument(metavar=metavar, help=text, show_default=False)
+    return found
+
+
+Source = Annotated[str, place("SOURCE", "A BF16 Beam: a folder, or org/name[@revision].")]
+Output = Annotated[Path, place("OUTPUT", "Folder to write.")]
+Checkpoint = Annotated[str, place("CHECKPOINT", "Folder of a Beam.")]
 COMMON = {
     "as_json": Flag("Print the result as JSON.", name="--json"),
     "verbose": Flag("Show complete lists.", short="-v"),
@@ -53,11 +53,8 @@ def command(*, quiet: bool = True) -> Callable[[Callable[..., int | None]], Call
     def decorate(body: Callable[..., int | None]) -> Callable[..., None]:
         # `Screen` is not imported at run time: it brings rich.
         hints = get_type_hints(body, localns={"Screen": object}, include_extras=True)
-        groups: dict[str, type] = {
-            name: hint
-            for name, hint in hints.items()
-            if isinstance(hint, type) and is_dataclass(hint)
-        }
+        types = {name: hint for name, hint in hints.items() if isinstance(hint, type)}
+        groups = {name: hint for name, hint in types.items() if is_dataclass(hint)}
         places = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
         common = [
             name

@@ -6,26 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from beamq.commands.options import Source, command
-from beamq.convert.options import (
-    CACHE_BUDGET,
-    CACHE_BYTES,
-    EXCLUDE,
-    HOST_MEMORY,
-    KV_CACHE,
-    MEMORY_BYTES,
-    RECIPE,
-    SHARD_BYTES,
-    SHARD_SIZE,
-    WORKERS,
-    ConvertOptions,
-)
+from beamq.convert.options import ConvertOptions, PlanOptions
 from beamq.errors import counted
-from beamq.options import option
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -35,26 +22,6 @@ if TYPE_CHECKING:
     from beamq.plan.plan import Exclusion, Plan
     from beamq.report.console import Block, Screen
     from beamq.report.tables import Table
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """What to plan and for which machine."""
-
-    recipe: str = option("nvfp4", RECIPE)
-    exclude: Sequence[str] = option((), EXCLUDE)
-    kv_cache: str | None = option(None, KV_CACHE)
-    gpu: str | None = option(None, "Show one machine in full, such as h200:8.", metavar="NAME[:N]")
-    context: int | None = option(
-        None, "Length of a sequence in tokens.", type=int, at_least=1, shown="131072 or the model's"
-    )
-    output: Path | None = option(
-        None, "Where the output would be written.", type=Path, shown="this folder"
-    )
-    max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
-    max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
-    cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
-    workers: int | None = option(None, WORKERS)
 
 
 @command()
@@ -122,13 +89,13 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
         ],
         "exclusions": [
             {
-                "pattern": exclusion.pattern,
-                "matched": list(exclusion.matched),
-                "would_quantize": exclusion.would_quantize,
-                "left_precise": [f"layer {layer} {role.value}" for layer, role in exclusion.units],
-                "widened": exclusion.widened,
+                "pattern": each.pattern,
+                "matched": list(each.matched),
+                "would_quantize": each.would_quantize,
+                "left_precise": [f"layer {layer} {role.value}" for layer, role in each.units],
+                "widened": each.widened,
             }
-            for exclusion in plan.exclusions
+            for each in plan.exclusions
         ],
         "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
         "notes": list(plan.notes),
@@ -137,9 +104,8 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
 
 def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
     """The plan as text: what becomes what, exclusions, totals, notes."""
-    recipe = plan.recipe
+    recipe, ratio = plan.recipe, plan.source_nbytes / plan.tensor_nbytes
     share = plan.quantized_parameters / plan.total_parameters
-    ratio = plan.source_nbytes / plan.tensor_nbytes
     blocks: list[Block] = [f"Recipe {recipe.name}: {recipe.summary}"]
     if recipe.kv_cache == "fp8":
         blocks.append("KV cache: the FP8 scheme is declared in the configs, without scale tensors.")
@@ -209,25 +175,19 @@ def needs_text(needs: dict[str, Any]) -> str:
 def _role_table(plan: Plan) -> Table:
     from beamq.report.tables import Table, role_sums
 
+    def row(part: str, parameters: int, source: int, becomes: str, output: int) -> tuple[str, ...]:
+        share = f"{parameters / plan.total_parameters:.1%}"
+        bits = f"{8 * output / parameters:.2f}" if parameters else ""
+        sizes = show_bytes(source), becomes, show_bytes(output)
+        return (part, show_count(parameters), share, *sizes, bits)
+
     rows = [
-        (
-            entry.role,
-            show_count(entry.parameters),
-            f"{entry.parameters / plan.total_parameters:.1%}",
-            show_bytes(entry.source_bytes),
-            entry.stored_as(" + "),
-            show_bytes(entry.output_bytes),
-            f"{8 * entry.output_bytes / entry.parameters:.2f}" if entry.parameters else "",
-        )
-        for entry in role_sums(plan).values()
+        row(r.role, r.parameters, r.source_bytes, r.stored_as(" + "), r.output_bytes)
+        for r in role_sums(plan).values()
     ]
-    total = (show_count(plan.total_parameters), "100.0%", show_bytes(plan.source_nbytes), "")
-    after = (show_bytes(plan.tensor_nbytes), f"{plan.bits_per_weight:.2f}")
-    return Table(
-        head=("part", "parameters", "share", "source", "becomes", "output", "bits"),
-        align="lrrrlrr",
-        rows=[*rows, ("total", *total, *after)],
-    )
+    rows.append(row("total", plan.total_parameters, plan.source_nbytes, "", plan.tensor_nbytes))
+    head = ("part", "parameters", "share", "source", "becomes", "output", "bits")
+    return Table(head=head, align="lrrrlrr", rows=rows)
 
 
 def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list[Block]:
@@ -237,12 +197,11 @@ def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list
     rows = []
     names: list[Block] = []
     for exclusion in exclusions:
-        if not exclusion.units:
+        left, note = describe_units(exclusion.units), ""
+        if not left:
             left, note = "nothing new", "in high precision under this recipe anyway"
-        else:
-            left, note = describe_units(exclusion.units), ""
-            if exclusion.widened:
-                note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
+        elif exclusion.widened:
+            note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
         rows.append((exclusion.pattern, f"{len(exclusion.matched):,}", left, note))
         names.append(f"{exclusion.pattern} matches {_few(exclusion.matched, verbose=verbose)}")
     head = ("exclude", "modules", "high precision", "note")
@@ -270,9 +229,7 @@ def _ranges(layers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _few(names: Iterable[str], *, verbose: bool) -> str:
-    listed = list(names)
-    if verbose or len(listed) <= SHOWN_MODULES + 1:
-        return ", ".join(listed)
-    shown = ", ".join(listed[:SHOWN_MODULES])
-    return f"{shown}, ... {listed[-1]}"
+def _few(names: Sequence[str], *, verbose: bool) -> str:
+    if verbose or len(names) <= SHOWN_MODULES + 1:
+        return ", ".join(names)
+    return f"{', '.join(names[:SHOWN_MODULES])}, ... {names[-1]}"

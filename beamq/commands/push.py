@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from beamq.commands.options import Checkpoint, command
+from beamq.commands.options import Checkpoint, command, place
 from beamq.errors import UsageError, counted
 from beamq.options import option
 from beamq.units import show_bytes, show_seconds
@@ -30,9 +28,7 @@ class PushOptions:
 def push(
     screen: Screen,
     checkpoint: Checkpoint,
-    repo: Annotated[
-        str, typer.Argument(metavar="REPO", help="org/name on the Hub.", show_default=False)
-    ],
+    repo: Annotated[str, place("REPO", "org/name on the Hub.")],
     options: PushOptions,
     as_json: bool,
     quiet: bool,
@@ -82,11 +78,8 @@ def push_blocks(result: PushResult) -> list[Block]:
 
     total = f"{counted(len(result.files), 'file')}, {show_bytes(result.nbytes)}"
     if result.dry_run:
-        files = tuple(
-            (file.path, show_bytes(file.nbytes), "last" if file.last else "")
-            for file in result.files
-        )
         where = f"{result.repo}, branch {result.revision}"
+        files = [(f.path, show_bytes(f.nbytes), "last" if f.last else "") for f in result.files]
         return [
             Table(head=("file", "size", "order"), align="lrl", rows=files),
             "",

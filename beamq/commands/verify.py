@@ -82,17 +82,11 @@ def inspect_blocks(found: Inspection) -> list[Block]:
         ("made by", found.made_by),
         ("input scales", found.input_scales),
     ]
-    parts = [
-        (
-            part.role,
-            f"{part.tensors:,}",
-            show_count(part.parameters),
-            f"{part.quantized_parameters / part.parameters:.1%}" if part.parameters else "",
-            show_bytes(part.nbytes),
-            ", ".join(part.dtypes),
-        )
-        for part in found.roles
-    ]
+    parts = []
+    for part in found.roles:
+        share = f"{part.quantized_parameters / part.parameters:.1%}" if part.parameters else ""
+        sizes = f"{part.tensors:,}", show_count(part.parameters), share, show_bytes(part.nbytes)
+        parts.append((part.role, *sizes, ", ".join(part.dtypes)))
     head = ("part", "tensors", "parameters", "quantized", "bytes", "stored as")
     blocks: list[Block] = [Table(rows=[(label, value) for label, value in rows if value]), ""]
     blocks.append(Table(head=head, align="lrrrrl", rows=parts))

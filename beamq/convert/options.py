@@ -1,4 +1,4 @@
-"""The options of `quantize` and `dequantize`, most of which `plan` shares.
+"""The options of `quantize`, `dequantize` and `plan`.
 
 Imports no torch and no NumPy: the command line reads its flags from here.
 """
@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from beamq.calib.options import (
-    DATA,
-    DEVICE,
-    DEVICE_MEMORY,
-    DTYPE,
-    EXPERTS_MODE,
-    OVERWRITE,
-    RESUME,
-    SAMPLES,
-    SEED,
-    SEQUENCE_LENGTH,
-)
+from beamq.calib import options as calib
 from beamq.options import Flag, option
 from beamq.plan.recipe import BUILT_IN, Recipe
 
@@ -47,14 +36,34 @@ SHARD_BYTES, MEMORY_BYTES, CACHE_BYTES = 5_000_000_000, 1_500_000_000, 100_000_0
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What to plan and for which machine."""
+
+    recipe: str = option("nvfp4", RECIPE)
+    exclude: Sequence[str] = option((), EXCLUDE)
+    kv_cache: str | None = option(None, KV_CACHE)
+    gpu: str | None = option(None, "Show one machine in full, such as h200:8.", metavar="NAME[:N]")
+    context: int | None = option(
+        None, "Length of a sequence in tokens.", type=int, at_least=1, shown="131072 or the model's"
+    )
+    output: Path | None = option(
+        None, "Where the output would be written.", type=Path, shown="this folder"
+    )
+    max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
+    max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
+    cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
+    workers: int | None = option(None, WORKERS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DequantizeOptions:
     """How to decode. Sizes are in bytes."""
 
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
     workers: int | None = option(None, WORKERS)
-    resume: bool = option(False, RESUME)
-    overwrite: bool = option(False, OVERWRITE)
+    resume: bool = option(False, calib.RESUME)
+    overwrite: bool = option(False, calib.OVERWRITE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +84,14 @@ class ConvertOptions:
         type=Path,
     )
     no_calibration: bool = option(False, "Set all NVFP4 input scales to 1.0 instead.")
-    data: Sequence[str] = option((), DATA)
-    samples: int | None = option(None, SAMPLES)
-    sequence_length: int | None = option(None, SEQUENCE_LENGTH)
-    seed: int | None = option(None, SEED)
-    experts: str | None = option(None, EXPERTS_MODE)
-    dtype: str | None = option(None, DTYPE)
-    device: str = option("auto", DEVICE)
-    max_device_memory: int | None = option(None, DEVICE_MEMORY)
+    data: Sequence[str] = option((), calib.DATA)
+    samples: int | None = option(None, calib.SAMPLES)
+    sequence_length: int | None = option(None, calib.SEQUENCE_LENGTH)
+    seed: int | None = option(None, calib.SEED)
+    experts: str | None = option(None, calib.EXPERTS_MODE)
+    dtype: str | None = option(None, calib.DTYPE)
+    device: str = option("auto", calib.DEVICE)
+    max_device_memory: int | None = option(None, calib.DEVICE_MEMORY)
     statistics: str | Path | None = option(
         None,
         "Write the statistics of this run's calibration to this file.",
@@ -98,8 +107,8 @@ class ConvertOptions:
     max_host_memory: int = option(MEMORY_BYTES, HOST_MEMORY)
     cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
     workers: int | None = option(None, WORKERS)
-    resume: bool = option(False, RESUME)
-    overwrite: bool = option(False, OVERWRITE)
+    resume: bool = option(False, calib.RESUME)
+    overwrite: bool = option(False, calib.OVERWRITE)
     dry_run: bool = option(False, "Plan and check, but write nothing.")
 
     def calibration_given(self) -> dict[str, Any]:
