@@ -43,8 +43,7 @@ def time_pass(path: Path, dtype: str, rounds: int, *, cpu_time: bool) -> None:
 
     from beamq.beam.config import BeamConfig
     from beamq.calib.options import CalibrationOptions
-    from beamq.calib.run import CalibrationPass
-    from beamq.calib.setup import CalibrationSetup, batch_rows
+    from beamq.calib.run import CalibrationPass, CalibrationSetup, batch_rows
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
     from beamq.model.context import SequenceLayout
@@ -90,8 +89,7 @@ def time_pass(path: Path, dtype: str, rounds: int, *, cpu_time: bool) -> None:
 def memory_of(path: Path, budget: int | None) -> None:
     """Print the peak of a calibration above what was there before it, in bytes; and the plan's."""
     from beamq.calib.options import CalibrationOptions
-    from beamq.calib.run import CalibrationPass
-    from beamq.calib.setup import CalibrationSetup
+    from beamq.calib.run import CalibrationPass, CalibrationSetup
     from beamq.calib.state import RunState
     from beamq.io.checkpoint import open_checkpoint
     from beamq.ranks import Ranks

@@ -242,7 +242,7 @@ class Bench:
         Each twice: page-locked memory is had and kernels are compiled in the first.
         """
         from beamq.calib.collector import Collector
-        from beamq.calib.setup import BATCH_TOKENS
+        from beamq.calib.run import BATCH_TOKENS
         from beamq.devices import choose_device
         from beamq.model.context import PassContext, SequenceLayout, position_table
         from beamq.model.gemm.select import select_gemm

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from beamq.beam.config import BeamConfig
 from beamq.calib.options import CalibrationOptions, TextKeywords
-from beamq.calib.setup import CalibrationSetup
-from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, save_stats
+from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
+from beamq.calib.state import RunState
+from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, merge, save_stats
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock, refuse_busy
@@ -26,10 +27,6 @@ from beamq.options import from_keywords, ignore, takes
 from beamq.plan.sources import map_sources
 from beamq.ranks import current_ranks
 from beamq.signals import stop_on_signals
-
-if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone
-    from beamq.calib.state import RunState
 
 STATE_SUFFIX = ".state"
 
@@ -143,10 +140,7 @@ def _differences(found: CalibrationStats, setup: CalibrationSetup) -> list[str]:
 
 
 def _run(target: Path, setup: CalibrationSetup, events: CalibrationEvents) -> CalibrationStats:
-    from beamq.calib.state import RunState
-
-    options = setup.options
-    ranks = setup.ranks
+    options, ranks = setup.options, setup.ranks
     state = RunState(state_folder(target), setup.identity())
     lock: OutputLock | None = None
     try:
@@ -176,8 +170,6 @@ def run_pass(
     setup: CalibrationSetup, state: RunState, on_layer: Callable[[LayerDone], None]
 ) -> CalibrationStats:
     """The forward pass, interruptible by signals."""
-    from beamq.calib.run import CalibrationPass
-
     stop = threading.Event()
     done = 0
 
@@ -204,8 +196,6 @@ def merge_statistics(paths: Sequence[str | Path], target: str | Path) -> Calibra
 
     Raises `CalibrationError` where they do not belong together, `ResumeError` if `target` exists.
     """
-    from beamq.calib.statistics import merge
-
     target = Path(target).expanduser()
     if len(paths) < 2:
         raise CalibrationError(f"merging takes at least two statistics files, {len(paths)} given")

@@ -14,8 +14,7 @@ from beamq.options import option
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone
-    from beamq.calib.setup import CalibrationSetup
+    from beamq.calib.run import CalibrationSetup, LayerDone
     from beamq.calib.statistics import CalibrationStats
     from beamq.report.console import Block, Screen
 
@@ -24,12 +23,6 @@ if TYPE_CHECKING:
 class MergeOptions:
     """Flags of `beamq calibrate` that the library does not have."""
 
-    percentile: float | None = option(
-        None, "Ignored: percentiles are no longer recorded.", type=float, after="experts"
-    )
-    second_moments: bool = option(
-        False, "Ignored: second moments are no longer recorded.", after="experts"
-    )
     merge: bool = option(
         False,
         "Merge statistics of one model that were made on different data.",
@@ -73,8 +66,6 @@ def calibrate(
         )
     from beamq.calib.calibrate import calibrate as run
 
-    if more.percentile is not None or more.second_moments:
-        screen.say("Note: --percentile and --second-moments are ignored; leave them out.")
     with screen.progress("calibrating") as advance:
 
         def on_layer(done: LayerDone) -> None:

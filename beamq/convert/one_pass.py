@@ -28,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,7 +35,8 @@ from beamq.beam.tensors import Role
 from beamq.calib.expert_rounding import Group, RoundedGroup
 from beamq.calib.input_scales import input_scales
 from beamq.calib.options import CalibrationOptions
-from beamq.calib.setup import CalibrationSetup
+from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone, RoundingRequest
+from beamq.calib.state import RunState
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
 from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider, from_statistics
@@ -50,9 +50,6 @@ from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_writer import ShardWriter
 from beamq.plan.plan import Job, JobKind, Nvfp4Outputs, Plan, Work
 from beamq.ranks import Ranks
-
-if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone
 
 
 class OnePass(InputScaleProvider):
@@ -101,8 +98,6 @@ class OnePass(InputScaleProvider):
 
     def check_resumed(self) -> None:
         """See `InputScaleProvider`."""
-        from beamq.calib.state import RunState  # torch, only where a model runs
-
         RunState(self._state_folder, self._setup.identity()).check_options()
 
     def convert_early(
@@ -131,9 +126,6 @@ class OnePass(InputScaleProvider):
         experts: ExpertWriter | None,
         stopped: Callable[[], bool],
     ) -> CalibrationStats:
-        from beamq.calib.run import CalibrationPass, RoundingRequest
-        from beamq.calib.state import RunState
-
         ranks = self._setup.ranks
         state = RunState(self._state_folder, self._setup.identity())
         converters = [each for each in (streaming, experts) if each is not None]

@@ -38,8 +38,7 @@ from beamq.ranks import Ranks, current_ranks
 from beamq.report.model_card import check_base_model
 
 if TYPE_CHECKING:
-    from beamq.calib.run import LayerDone
-    from beamq.calib.setup import CalibrationSetup
+    from beamq.calib.run import CalibrationSetup, LayerDone
     from beamq.calib.statistics import CalibrationStats
 
 

@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-import beamq.calib.setup as device
+import beamq.calib.run as device
 from beamq.beam.config import BeamConfig
-from beamq.calib import setup, state
+from beamq.calib import run, state
 from beamq.calib.calibrate import calibrate, merge_statistics
 from beamq.calib.collector import Collector
 from beamq.calib.data import CalibrationData, ids_digest, load_calibration_data
 from beamq.calib.input_scales import MIN_SCALE, coverage, input_scales
 from beamq.calib.options import CalibrationOptions
-from beamq.calib.run import LayerDone
-from beamq.calib.setup import DevicePlan, plan_device
+from beamq.calib.run import DevicePlan, LayerDone, plan_device
 from beamq.calib.statistics import CalibrationStats, layer_of, load_stats
 from beamq.errors import (
     AlreadyQuantizedError,
@@ -73,7 +72,7 @@ def rows_of(data: CalibrationData, rows: slice) -> CalibrationData:
 
 def use(monkeypatch: pytest.MonkeyPatch, data: CalibrationData) -> None:
     """Calibrate on exactly these rows."""
-    monkeypatch.setattr(setup, "load_calibration_data", lambda *_, **__: data)
+    monkeypatch.setattr(run, "load_calibration_data", lambda *_, **__: data)
 
 
 class Hooks:
@@ -453,7 +452,7 @@ def test_ranks_with_batches_of_their_own(
 ) -> None:
     """Six batches and three ranks, which see two batches each."""
     program = (
-        "import sys\nfrom pathlib import Path\nimport beamq.calib.setup as device\n"
+        "import sys\nfrom pathlib import Path\nimport beamq.calib.run as device\n"
         "from beamq import calibrate\ndevice.BATCH_TOKENS['cpu'] = 96\n"
         f"calibrate(Path(sys.argv[1]), Path(sys.argv[2]), **{SMALL!r})\n"
     )
@@ -547,7 +546,7 @@ def test_odd_models_are_calibrated(tmp_path: Path) -> None:
         source = random_beam(tmp_path / name, dtype=FP32, **over)
         ids = np.arange(80, dtype=np.int64).reshape(4, 20) % 96
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(setup, "load_calibration_data", lambda *_, ids=ids, **__: fake(ids))
+            patch.setattr(run, "load_calibration_data", lambda *_, ids=ids, **__: fake(ids))
             stats = calibrate(source, tmp_path / f"{name}.stats", dtype="float32")
         assert len(stats.routed_tokens) == (3 if name == "sparse" else 0)
         assert len(stats.inputs) == 12

@@ -40,9 +40,7 @@ SURFACE = {
     "plan": ("source", PLAN | TALK | {"--gpu", "--context", "--output", "--workers"}),
     "calibrate": (
         "places",
-        CALIBRATION
-        | TALK
-        | {"--percentile", "--second-moments", "--merge", "--output -o", "--resume", "--overwrite"},
+        CALIBRATION | TALK | {"--merge", "--output -o", "--resume", "--overwrite"},
     ),
     "quantize": (
         "source output",
