@@ -21,6 +21,7 @@ Copied tensors, decoding, and groups that the kernels do not take (mixed dtypes)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -259,7 +260,7 @@ class GpuWorker:
             scales = layout.scales.part(row * width, rows * width)
             parts += [(codes, out.sink(outputs.codes)), (scales, out.sink(outputs.block_scale))]
             row += rows
-        found = self._download(layout.info, parts, lambda found: found.finite_group)
+        found = self._download(layout.info, parts, lambda found: math.isfinite(found.amax))
         if found is None:
             return False
         if found.global_scale != cpu.nvfp4_global_scale(found.amax):
@@ -297,7 +298,7 @@ class GpuWorker:
                 self._upload(layout.source, member, row * k * item, view)
                 self._queue.fp8(layout, dtype, rows, k)
                 parts = [(layout.codes, code_sink), (layout.scales, scale_sink)]
-                found = self._download(layout.info, parts, lambda found: found.finite_rows)
+                found = self._download(layout.info, parts, lambda found: not found.counts[0])
                 if found is None:
                     return False
                 out.result.zero_rows += found.counts[1]

@@ -19,21 +19,14 @@ from __future__ import annotations
 
 import torch
 
-from beamq.formats.numerics import E4M3_MAX, SCALE_FLOOR, to_e4m3
-
-
-def row_scales(amax_N1: torch.Tensor) -> torch.Tensor:
-    """FP32 scales for FP32 row amax, elementwise; finite and positive for any finite amax."""
-    one_if_zero = torch.where(amax_N1 == 0, 1.0, amax_N1)
-    # A tensor divisor: with a Python number CUDA multiplies by the reciprocal instead.
-    return (one_if_zero / torch.full_like(amax_N1, E4M3_MAX)).clamp(min=SCALE_FLOOR)
+from beamq.formats.numerics import E4M3_MAX, scale_from_amax, to_e4m3
 
 
 def quantize_rows(w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes F8_E4M3 [N, K] and scale F32 [N, 1] of `w_NK` [N, K]."""
     w = w_NK.float()
     magnitude = torch.where(w.isfinite(), w.abs(), 0.0)
-    scale_N1 = row_scales(magnitude.amax(dim=-1, keepdim=True))
+    scale_N1 = scale_from_amax(magnitude.amax(dim=-1, keepdim=True), E4M3_MAX)
     return to_e4m3(w / scale_N1), scale_N1
 
 

@@ -68,6 +68,16 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), top, x.clamp(-E4M3_MAX, E4M3_MAX)).to(torch.float8_e4m3fn)
 
 
+def scale_from_amax(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """FP32 amax / `largest`, elementwise: finite and positive for any finite FP32 amax.
+
+    An amax of zero counts as 1.0; a tiny one gives the smallest normal FP32 value.
+    """
+    # A tensor divisor: with a Python number CUDA multiplies by the reciprocal instead.
+    scale = torch.where(amax == 0, 1.0, amax) / torch.full_like(amax, largest)
+    return scale.clamp(min=SCALE_FLOOR)
+
+
 TORCH_DTYPES: dict[str, torch.dtype] = {  # by safetensors name
     "BOOL": torch.bool,
     "U8": torch.uint8,

@@ -30,10 +30,10 @@ from beamq.formats.numerics import (
     E4M3_MIN,
     NVFP4_BLOCK,
     NVFP4_RANGE,
-    SCALE_FLOOR,
     e2m1_codes,
     e2m1_values,
     pack_nibbles,
+    scale_from_amax,
     to_e4m3,
     unpack_nibbles,
 )
@@ -117,15 +117,8 @@ class QuantizedTensor:
 
 
 def global_scale_from_amax(amax: torch.Tensor | float) -> torch.Tensor:
-    """FP32 scale at which `amax` is just representable: amax / 2688.
-
-    An amax of zero counts as 1.0; a tiny one gives the smallest normal FP32 value. So the result
-    is never zero or denormal, and its reciprocal is finite. Works elementwise.
-    """
-    value = torch.as_tensor(amax, dtype=torch.float32)
-    # A tensor divisor: with a Python number CUDA multiplies by the reciprocal instead.
-    scale = torch.where(value == 0, 1.0, value) / torch.full_like(value, NVFP4_RANGE)
-    return scale.clamp(min=SCALE_FLOOR)
+    """FP32 scale at which `amax` is just representable: amax / 2688, elementwise."""
+    return scale_from_amax(torch.as_tensor(amax, dtype=torch.float32), NVFP4_RANGE)
 
 
 def quantize(

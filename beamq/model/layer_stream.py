@@ -95,7 +95,6 @@ class PrefetchingLoader(LayerLoader):
         return table
 
     def layer(self, index: int, *, experts: range | None = None) -> LayerWeights:
-        """See `LayerLoader`."""
         unit = self._unit(index)
         self._prefetch.wait(unit, self._stopped)
         built = super().layer(index, experts=experts)
@@ -146,8 +145,7 @@ class LayerStream:
     def take(self, index: int, units: Iterator[Unit]) -> tuple[LayerWeights, Iterator[ExpertSlice]]:
         """A layer from the results of `loads`, and its slices, to be used up before the next."""
         weights = next(units)
-        if not isinstance(weights, LayerWeights):
-            raise TypeError("a slice of experts where a layer was due")
+        assert isinstance(weights, LayerWeights)
         slices = self._slices(index)
         if not slices:
             return weights, iter(())
@@ -204,8 +202,7 @@ def in_turns(
 def _take(units: Iterator[Unit], count: int) -> Iterator[ExpertSlice]:
     for _ in range(count):
         unit = next(units)
-        if not isinstance(unit, ExpertSlice):
-            raise TypeError("a layer where a slice of experts was due")
+        assert isinstance(unit, ExpertSlice)
         yield unit
         del unit
 

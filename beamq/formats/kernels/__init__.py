@@ -7,7 +7,6 @@ Triton.
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
@@ -38,13 +37,3 @@ class KernelResult:
     def pack(self) -> bytes:
         """Encode as the 64 bytes that the kernels would leave."""
         return _RESULT.pack(self.amax, self.global_scale, *self.counts)
-
-    @property
-    def finite_group(self) -> bool:
-        """Whether every value of an NVFP4 group is finite."""
-        return math.isfinite(self.amax)
-
-    @property
-    def finite_rows(self) -> bool:
-        """Whether every FP8 row is finite."""
-        return not self.counts[0]

@@ -40,6 +40,7 @@ from beamq.model.gemm.backend import (
     LinearWeight,
     Nvfp4Weight,
     Tokens,
+    stored,
     swiglu,
 )
 from beamq.model.gemm.operands import (
@@ -71,7 +72,6 @@ class _Library(GemmBackend):
     def gated(
         self, tokens: Tokens, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> Tokens:
-        """See `GemmBackend.gated`."""
         gate_up_SN = self.grouped(tokens, gate_up, groups)
         if isinstance(down, Fp8Weight):
             return fp8_rows(gate_up_SN, swiglu=True)
@@ -86,7 +86,6 @@ class Cutlass(_Library):
     name: ClassVar[str] = "cutlass"
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
-        """See `GemmBackend.refusal`."""
         if facts.kind == "cuda" and op.startswith("fp8") and facts.capability > (9, 0):
             return "torch's FP8 grouped kernel is for sm_90 alone; elsewhere it traps"
         if facts.kind == "cuda" and op.startswith("nvfp4"):
@@ -105,42 +104,43 @@ class Cutlass(_Library):
         own = fp4_weight(weight)
         codes, block_scale = own.codes.unsqueeze(0), own.block_scale.unsqueeze(0)
         stack = replace(own, codes=codes, block_scale=block_scale)
-        return self._nvfp4(fp4_tokens(x_TK, weight.input_scale), stack, one_group.offsets)
+        ends = _ends(one_group.offsets, x_TK.device)
+        return self._nvfp4(fp4_tokens(x_TK, weight.input_scale), stack, ends)
 
     def grouped(
         self, tokens: Tokens, weight: LinearWeight, groups: Groups, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """All experts in one call."""
-        offsets = groups.offsets
+        ends = _ends(groups.offsets, stored(weight).device)
         if isinstance(weight, Nvfp4Weight):
             x = fp4_tokens(tokens, weight.input_scale, groups)
-            return _into(out, self._nvfp4(x, fp4_weight(weight), offsets))
-        some = take(tokens, groups.rows)
-        if isinstance(weight, DenseWeight):
-            ends = _ends(offsets, weight.w_NK.device)
-            return _into(out, self.calls.grouped_mm(some, weight.w_NK.transpose(1, 2), offs=ends))
-        if not isinstance(some, Fp8Rows):
+            y = self._nvfp4(x, fp4_weight(weight), ends)
+        elif isinstance(weight, DenseWeight):
+            some = take(tokens, groups.rows)
+            y = self.calls.grouped_mm(some, weight.w_NK.transpose(1, 2), offs=ends)
+        elif isinstance(some := take(tokens, groups.rows), Fp8Rows):
+            rowwise = F.ScalingType.RowWise
+            y = self.calls.scaled_grouped_mm(
+                some.codes,
+                weight.codes.transpose(1, 2),
+                some.scale.view(-1),
+                rowwise,
+                weight.scale.squeeze(-1),
+                rowwise,
+                offs=ends,
+                output_dtype=torch.bfloat16,
+                use_fast_accum=self._fast,
+            )
+        else:
             raise TypeError("tokens were made for a weight of another format")
-        rowwise = F.ScalingType.RowWise
-        y = self.calls.scaled_grouped_mm(
-            some.codes,
-            weight.codes.transpose(1, 2),
-            some.scale.view(-1),
-            rowwise,
-            weight.scale.squeeze(-1),
-            rowwise,
-            offs=_ends(offsets, weight.codes.device),
-            output_dtype=torch.bfloat16,
-            use_fast_accum=self._fast,
-        )
-        return _into(out, y)
+        return y if out is None else out.copy_(y)
 
-    def _nvfp4(self, x: Fp4Operand, w: Fp4Operand, offsets: Sequence[int]) -> torch.Tensor:
+    def _nvfp4(self, x: Fp4Operand, w: Fp4Operand, ends: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.calls.scaled_grouped_mm(
             x.codes.view(torch.float4_e2m1fn_x2),
             w.codes.view(torch.float4_e2m1fn_x2).transpose(1, 2),
             **_fp4_scales(x, w),
-            offs=_ends(offsets, x.codes.device),
+            offs=ends,
             output_dtype=torch.bfloat16,
         )
         return y
@@ -152,7 +152,6 @@ class CublasLt(_Library):
     name: ClassVar[str] = "cublaslt"
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
-        """See `GemmBackend.refusal`."""
         if op == "nvfp4-dense" and facts.kind == "cuda" and facts.capability < (10, 0):
             return f"FP4 tensor cores came with sm_100; this is {facts.sm}"
         return facts.below((9, 0))
@@ -212,7 +211,6 @@ class Quack(_Library):
         super().__init__(calls)  # None: quack's, imported at the first product
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
-        """See `GemmBackend.refusal`."""
         if facts.kind != "cuda":
             return facts.below((12, 0))
         if facts.capability not in ((12, 0), (12, 1)):
@@ -296,10 +294,6 @@ def _import_quack() -> Any:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-
-
-def _into(out: torch.Tensor | None, y: torch.Tensor) -> torch.Tensor:
-    return y if out is None else out.copy_(y)
 
 
 def _fp4_scales(x: Fp4Operand, w: Fp4Operand) -> dict[str, Any]:

@@ -72,7 +72,6 @@ class ReferenceGemm(Gemm):
     quantize_activations: bool = True
 
     def linear(self, x_TK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """See `Gemm.linear`."""
         if isinstance(weight, DenseWeight):
             return product(x_TK, weight.w_NK)
         if not self.quantize_activations:

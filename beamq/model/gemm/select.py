@@ -87,7 +87,6 @@ class SelectedGemm(Gemm):
         return backend.dense(x_TK, weight)
 
     def grouped(self, x_TK: torch.Tensor, weight: LinearWeight, groups: Groups) -> torch.Tensor:
-        """See `Gemm.grouped`."""
         backend = self._backend("grouped", x_TK, weight, groups.offsets[-1])
         if backend is None:
             return _REFERENCE.grouped(x_TK, weight, groups)
@@ -96,7 +95,6 @@ class SelectedGemm(Gemm):
     def experts(
         self, x_TK: torch.Tensor, gate_up: LinearWeight, down: LinearWeight, groups: Groups
     ) -> torch.Tensor:
-        """See `Gemm.experts`."""
         offsets, rows = groups.offsets, groups.rows
         backend = self._backend("grouped", x_TK, gate_up, offsets[-1])
         other = self._backend("grouped", x_TK, down, offsets[-1])

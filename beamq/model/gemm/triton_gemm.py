@@ -45,7 +45,6 @@ class Triton(GemmBackend):
         self._fast = fast
 
     def refusal(self, op: str, facts: DeviceFacts) -> str | None:
-        """See `GemmBackend.refusal`."""
         if facts.kind == "cuda" and facts.triton is None:
             return "Triton is not installed"
         return facts.below(devices.LEAST_CAPABILITY)

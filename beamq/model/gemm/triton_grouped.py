@@ -25,7 +25,6 @@ Limits: compute capability 9.0 or later; rows of operands are multiples of 16 by
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -116,17 +115,6 @@ def _from_host(offsets: tuple[int, ...], rows: int, device: torch.device) -> tor
 
 FEW_ROWS = 40
 """With up to this many rows per expert, small tiles read the weights faster."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TileShape:
-    """Rows, columns and depth (of K) of a tile; pipeline stages and warps of a program."""
-
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    warps: int
 
 
 @triton.jit
@@ -221,38 +209,39 @@ def grouped_gemm(
         out = torch.empty(a_SK.shape[0], width, dtype=torch.bfloat16, device=a_SK.device)
     if not offsets[-1]:
         return out
-    shape = tile_shape(a_SK.dtype, offsets)
-    tiles, most = tile_table(offsets, shape.rows, a_SK.device)
+    rows, columns, depth, stages, warps = tile_shape(a_SK.dtype, offsets)
+    tiles, most = tile_table(offsets, rows, a_SK.device)
     multiprocessors = torch.cuda.get_device_properties(a_SK.device).multi_processor_count
-    imprecise = None if fast or a_SK.dtype == torch.bfloat16 else min(128, shape.depth)
-    columns = shape.columns // 2 if swiglu else shape.columns  # gate and up share the registers
+    imprecise = None if fast or a_SK.dtype == torch.bfloat16 else min(128, depth)
+    columns = columns // 2 if swiglu else columns  # gate and up share the registers
     grouped_kernel[(min(multiprocessors, most * triton.cdiv(width, columns)),)](
-        _descriptor(a_SK, [shape.rows, shape.depth]),
-        _descriptor(b_ENK.view(experts * n, k), [columns, shape.depth]),
+        _descriptor(a_SK, [rows, depth]),
+        _descriptor(b_ENK.view(experts * n, k), [columns, depth]),
         out,
         out if row_scale is None else row_scale,  # a pointer is needed even if it is not read
         out if column_scale is None else column_scale,
         tiles,
         N=width,
         K=k,
-        ROWS=shape.rows,
+        ROWS=rows,
         COLUMNS=columns,
-        DEPTH=shape.depth,
+        DEPTH=depth,
         PROGRAMS=multiprocessors,
         ROW_SCALED=row_scale is not None,
         COLUMN_SCALED=column_scale is not None,
         SWIGLU=swiglu,
         IMPRECISE=imprecise,
-        num_stages=shape.stages,
-        num_warps=shape.warps,
+        num_stages=stages,
+        num_warps=warps,
     )
     return out
 
 
-def tile_shape(dtype: torch.dtype, offsets: Sequence[int]) -> TileShape:
-    """The shape that was fastest on an H200 for this many rows per expert.
+def tile_shape(dtype: torch.dtype, offsets: Sequence[int]) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth (of K) of a tile, pipeline stages and warps of a program.
 
-    Where only the device knows the offsets, every expert is assumed to have rows.
+    The shape that was fastest on an H200 for this many rows per expert. Where only the device knows
+    the offsets, every expert is assumed to have rows.
     """
     experts = len(offsets) - 1
     if isinstance(offsets, ExpertRows):
@@ -261,8 +250,8 @@ def tile_shape(dtype: torch.dtype, offsets: Sequence[int]) -> TileShape:
         busy = sum(1 for e in range(experts) if offsets[e + 1] > offsets[e])
     depth = 64 if dtype == torch.bfloat16 else 128
     if offsets[-1] <= FEW_ROWS * busy:
-        return TileShape(rows=64, columns=128, depth=depth, stages=5, warps=4)
-    return TileShape(rows=128, columns=256, depth=depth, stages=3, warps=8)
+        return 64, 128, depth, 5, 4
+    return 128, 256, depth, 3, 8
 
 
 def _descriptor(matrix: torch.Tensor, block: list[int]) -> TensorDescriptor:
