@@ -136,13 +136,12 @@ def is_servable(plan: Plan) -> bool:
 
 def calibration_datasets(input_scales: Mapping[str, Any]) -> list[str]:
     """Hub ids of the data the input scales were calibrated on."""
-    names = [
-        source.get("name")
-        for record in input_scales.get("data") or ()
-        for source in record.get("sources") or ()
-        if source.get("kind") == "hub"
-    ]
-    return sorted({name for name in names if isinstance(name, str)})
+    names = {source.get("name") for source in _sources(input_scales) if source.get("kind") == "hub"}
+    return sorted(name for name in names if isinstance(name, str))
+
+
+def _sources(input_scales: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [each for data in input_scales.get("data") or () for each in data.get("sources") or ()]
 
 
 def _word(value: Any) -> bool:
@@ -164,7 +163,7 @@ COUNTS = (1, 2, 4, 8)
 READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServingEngine:
     """How to serve a format with an engine; `gpus` are names in `GPUS`, `note` says its limits."""
 
@@ -178,31 +177,24 @@ _BLACKWELL = ("b200", "b300")
 _FP8_GPUS = ("h100", "h200", "b200", "b300")
 _VLLM = "vllm serve $MODEL --tensor-parallel-size {count}"
 _SGLANG = "python -m sglang.launch_server --model-path $MODEL --tp {count}"
+_VLLM_NVFP4 = (
+    "Its NVFP4 expert kernels are written for Blackwell data-centre GPUs; on other GPUs it chooses"
+    " other kernels, which were not tried."
+)
+_SGLANG_NVFP4 = (
+    "Needs Blackwell: for an NVFP4 Beam it accepts only the flashinfer_trtllm runner, which it"
+    " refuses on H100 and H200."
+)
+_SGLANG_FP8 = "For an FP8 Beam its expert runner must be auto (as here) or triton."
+_TRTLLM = f"{_SGLANG} --moe-runner-backend flashinfer_trtllm"
 ENGINES = {
     "nvfp4": (
-        ServingEngine(
-            name="vLLM",
-            command=_VLLM,
-            gpus=_BLACKWELL,
-            note="Its NVFP4 expert kernels are written for Blackwell data-centre GPUs; on other"
-            " GPUs it chooses other kernels, which were not tried.",
-        ),
-        ServingEngine(
-            name="SGLang",
-            command=f"{_SGLANG} --moe-runner-backend flashinfer_trtllm",
-            gpus=_BLACKWELL,
-            note="Needs Blackwell: for an NVFP4 Beam it accepts only the flashinfer_trtllm runner,"
-            " which it refuses on H100 and H200.",
-        ),
+        ServingEngine("vLLM", _VLLM, _BLACKWELL, _VLLM_NVFP4),
+        ServingEngine("SGLang", _TRTLLM, _BLACKWELL, _SGLANG_NVFP4),
     ),
     "fp8": (
-        ServingEngine(name="vLLM", command=_VLLM, gpus=_FP8_GPUS),
-        ServingEngine(
-            name="SGLang",
-            command=_SGLANG,
-            gpus=_FP8_GPUS,
-            note="For an FP8 Beam its expert runner must be auto (as here) or triton.",
-        ),
+        ServingEngine("vLLM", _VLLM, _FP8_GPUS),
+        ServingEngine("SGLang", _SGLANG, _FP8_GPUS, _SGLANG_FP8),
     ),
 }
 _TRANSFORMERS = {
@@ -294,7 +286,7 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
         method=_METHOD_TEXTS.get(plan.recipe.expert_method or ""),
         spared=_spared(plan),
         record=input_scales,
-        sources=_sources(input_scales),
+        sources=_source_table(input_scales),
         coverage=coverage if isinstance(coverage, Mapping) else None,
         sizes=_sizes(plan),
         comparison=_between_markers("Not measured yet."),
@@ -352,7 +344,7 @@ def _spared(plan: Plan) -> dict[str, list[int]]:
     return found
 
 
-def _sources(record: Mapping[str, Any]) -> Table:
+def _source_table(record: Mapping[str, Any]) -> Table:
     rows = [
         (
             str(source.get("name")),
@@ -361,8 +353,7 @@ def _sources(record: Mapping[str, Any]) -> Table:
             f"{source.get('tokens', 0):,}",
             str(source.get("digest"))[:16],
         )
-        for data in record.get("data") or ()
-        for source in data.get("sources") or ()
+        for source in _sources(record)
     ]
     return Table(head=("data", "kind", "documents", "tokens", "digest"), rows=rows)
 

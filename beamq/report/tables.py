@@ -24,6 +24,7 @@ from beamq.units import show_bytes, show_gib
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
+    from beamq.eval.compare.metrics import Estimate
     from beamq.eval.compare.records import Candidate, ComparedModel, Comparison
     from beamq.plan.plan import Plan
 
@@ -241,10 +242,15 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
         ("Mean PPL", f"{seen[0].ppl_base:.3f}", *(f"{each.ppl:.3f}" for each in seen)),
         ("ln(PPL(Q)/PPL(base))", "", *(f"{each.ln_ppl_ratio:+.4f}" for each in seen)),
         ("Mean KLD", "", *(f"{each.mean_kld:.5f}" for each in seen)),
-        ("Mean KLD, weights exact", "", *map(_activations, candidates)),
+        (
+            "Mean KLD, weights exact",
+            "",
+            *(_or("not quantized", each.activations_only_kld, ".5f") for each in candidates),
+        ),
     ]
-    if any(each.kld_ratio_to_first is not None for each in candidates):
-        rows.append(("Mean KLD, ratio to first", "", *map(_ratio, candidates)))
+    ratios = [each.kld_ratio_to_first for each in candidates]  # None for the first of all
+    if any(ratios):
+        rows.append(("Mean KLD, ratio to first", "", *(_or("1", each, ".3f") for each in ratios)))
     rows += [
         (label, "", *(format(getattr(each, field), form) for each in seen))
         for label, field, form in DIVERGENCE
@@ -265,19 +271,13 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
     )
 
 
-def _ratio(candidate: Candidate) -> str:
-    """Mean KLD over the first candidate's, on the same tokens."""
-    return "1" if candidate.kld_ratio_to_first is None else f"{candidate.kld_ratio_to_first:.3f}"
-
-
-def _activations(candidate: Candidate) -> str:
-    found = candidate.activations_only_kld
-    return "not quantized" if found is None else f"{found:.5f}"
+def _or(nothing: str, found: Estimate | None, spec: str) -> str:
+    return nothing if found is None else format(found, spec)
 
 
 def _worst(candidate: Candidate, field: str) -> str:
     found = [each for layer in candidate.layers if (each := getattr(layer, field)) is not None]
-    return format(min(found, key=lambda each: each.value), ".1%") if found else "no experts"
+    return _or("no experts", min(found, key=lambda each: each.value, default=None), ".1%")
 
 
 def _db(value: float | None) -> str:

@@ -14,7 +14,6 @@ difference comes from the rounding of activations to BF16.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
@@ -133,7 +132,7 @@ def compare(
                 result = Comparison(
                     source=base.model,
                     candidates=tuple(
-                        _candidate(base, other, findings, record, each.fault)
+                        _candidate(base, other, findings, _notes(base, other, record, each.fault))
                         for other, findings, each in zip(others, found, sums, strict=True)
                     ),
                     data=record,
@@ -235,16 +234,15 @@ def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> li
         refuse_unfinished(user_path(path))
     budget = DEFAULT_CACHE_BYTES // ranks.world
     opened = [stack.enter_context(open_checkpoint(path, cache_bytes=budget)) for path in paths]
-    total = Counter(checkpoint.label for checkpoint in opened)
-    seen: Counter[str] = Counter()
+    labels = [checkpoint.label for checkpoint in opened]
     models = []
-    for checkpoint in opened:
-        seen[checkpoint.label] += 1
-        number = f" ({seen[checkpoint.label]})" if total[checkpoint.label] > 1 else ""
+    for place, checkpoint in enumerate(opened):
+        number = labels[: place + 1].count(checkpoint.label)
+        suffix = f" ({number})" if labels.count(checkpoint.label) > 1 else ""
         manifest = Manifest.of(checkpoint.source)
         recorded = manifest or Manifest.parse({})
         model = ComparedModel(
-            name=checkpoint.label + number,
+            name=checkpoint.label + suffix,
             format=stored_format(checkpoint.tensors.values()),
             recipe=_text(recorded.recipe, "name"),
             input_scales=_text(recorded.input_scales, "description"),
@@ -260,11 +258,7 @@ def _text(record: Mapping[str, Any] | None, key: str) -> str | None:
 
 
 def _candidate(
-    base: _Opened,
-    other: _Opened,
-    findings: Findings,
-    record: Mapping[str, Any],
-    unchecked: str | None,
+    base: _Opened, other: _Opened, findings: Findings, notes: Sequence[str]
 ) -> Candidate:
     config = BeamConfig.from_dict(base.checkpoint.config)
     sizes, total = layer_sizes(other.checkpoint), sum(layer.added for layer in findings.layers)
@@ -289,11 +283,11 @@ def _candidate(
         model=other.model,
         verdict=judge(findings, limits, base.model.memory, other.model.memory, fits),
         newly_fits=fits,
-        notes=tuple(_notes(base, other, record, unchecked)),
+        notes=tuple(notes),
     )
 
 
-# --- what to know besides the figures -----------------------------------------------------------
+# --- the notes of a candidate ---------------------------------------------------------------
 
 
 def _notes(

@@ -3,9 +3,9 @@
 In: what is gathered on the way through the layers, at each rank; the `Bounds` of a recipe. Out:
 `Findings`, `Breach`es of the bounds, and the first layer where source and candidate part.
 
-Under torchrun every rank computes the same hidden states, routers and logits, so the first rank's
-findings on those hold. Each rank has only its own experts: the errors of their linears are put in
-the order in which a single process meets them. A tensor is damaged if any rank has read it so.
+Under torchrun every rank computes the same hidden states, routers and logits. Each rank has only
+its own experts: the errors of their linears are put in the order in which a single process meets
+them. A tensor is damaged if any rank has read it so.
 
 Whose bounds apply: those of the built-in recipe that the folder names; of its own recipe, if that
 is not a built-in one; for a folder that names none, those of the built-in recipe that quantizes
@@ -24,7 +24,7 @@ from beamq.eval.compare.metrics import Divergence, Estimate, LayerError, RouteRe
 from beamq.eval.compare.weight_error import WeightError
 from beamq.io.manifest import Manifest
 from beamq.plan.layout import Unit
-from beamq.plan.recipe import BUILT_IN, Bounds, Recipe, load_recipe, parse_recipe
+from beamq.plan.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,15 +76,14 @@ class Gathered:
 
 def of_all_ranks(found: Sequence[Sequence[Findings]]) -> list[Findings]:
     """One list of findings, a candidate each, from the lists of all ranks in order of rank."""
-    return [_merged(shares) for shares in zip(*found, strict=True)]
-
-
-def _merged(shares: Sequence[Findings]) -> Findings:
-    first, *others = shares
-    experts = [each for share in others for each in share.linears if _turn(each.module)]
-    linears = sorted([*first.linears, *experts], key=lambda each: (each.layer, _turn(each.module)))
-    damaged = {name for share in shares for name in share.damaged}
-    return replace(first, linears=tuple(linears), damaged=tuple(sorted(damaged)))
+    merged = []
+    for first, *others in zip(*found, strict=True):
+        linears = [*first.linears]
+        linears += [each for share in others for each in share.linears if _turn(each.module)]
+        linears.sort(key=lambda each: (each.layer, _turn(each.module)))
+        damaged = {name for share in (first, *others) for name in share.damaged}
+        merged.append(replace(first, linears=tuple(linears), damaged=tuple(sorted(damaged))))
+    return merged
 
 
 def _turn(module: str) -> int:
@@ -97,12 +96,11 @@ def _turn(module: str) -> int:
 
 # --- bounds ---------------------------------------------------------------------------------
 
-MEASURES = ("finite", "mean_kld", "same_top", "router_overlap", "weight_error", "unquantized")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breach:
-    """One thing out of bounds: the measure, a sentence without a full stop, and the layer."""
+    """One thing out of bounds. `measure` is finite, mean_kld, same_top, router_overlap,
+    weight_error or unquantized; `text` is a sentence without a full stop."""
 
     measure: str
     text: str
@@ -132,19 +130,15 @@ def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit
             own = Bounds()
         if own != Bounds():
             return Limits(recipe=name, bounds=own)
-    closest = _closest(fmt, frozenset(role for _, role in units))
+    roles = {role for _, role in units}
+    recipes = (load_recipe(name) for name in BUILT_IN)
+    covering = (each for each in recipes if each.format == fmt and roles <= each.rules.keys())
+    closest = min(covering, key=lambda recipe: len(recipe.rules))
     return Limits(recipe=closest.name, bounds=closest.bounds)
 
 
-def _closest(fmt: str, roles: frozenset[Role]) -> Recipe:
-    """The built-in recipe of a format that quantizes these roles and the fewest others."""
-    recipes = [load_recipe(name) for name in BUILT_IN]
-    covering = [r for r in recipes if r.format == fmt and roles <= r.rules.keys()]
-    return min(covering, key=lambda recipe: len(recipe.rules))
-
-
 def breaches(findings: Findings, bounds: Bounds) -> tuple[Breach, ...]:
-    """Everything out of bounds, in the order of `MEASURES`."""
+    """Everything out of bounds, in the order of the measures."""
     return tuple(_breaches(findings, bounds))
 
 
@@ -173,10 +167,7 @@ def _breaches(findings: Findings, bounds: Bounds) -> Iterator[Breach]:
         )
         yield Breach(measure="router_overlap", text=text, layer=_cause(findings, layer))
     limit = bounds.weight_error
-    bad = [
-        each for each in findings.linears if limit is not None and not each.relative_rms <= limit
-    ]
-    if bad:
+    if limit is not None and (bad := [x for x in findings.linears if not x.relative_rms <= limit]):
         text = (
             f"{bad[0].module}{_more(bad)}: error {bad[0].relative_rms:.3f} of the source's RMS, at"
             f" most {limit:g} expected"

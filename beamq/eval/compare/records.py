@@ -67,7 +67,7 @@ class Candidate(Findings):
     newly_fits: tuple[Fitting, ...]
     notes: tuple[str, ...]
 
-    def worst_linears(self, count: int = 20) -> Sequence[WeightError]:
+    def worst_linears(self, count: int) -> Sequence[WeightError]:
         """The linears with the largest relative error, in falling order; ties by name."""
         return sorted(self.linears, key=lambda each: (-each.relative_rms, each.module))[:count]
 
@@ -198,19 +198,20 @@ def _layers(layers: Sequence[LayerError], own: Footprint) -> str:
     share = sum(layer.added for layer in worst) / sum(layer.added for layer in hurting)
     extra = sum(layer.extra_bytes_in_bf16 for layer in worst)
     names = listed([str(layer.layer) for layer in worst])
-    one = len(worst) == 1
+    subject, it = (
+        (f"Layer {names} adds", "it") if len(worst) == 1 else (f"Layers {names} add", "they")
+    )
     return (
-        f"{'Layer' if one else 'Layers'} {names} {'adds' if one else 'add'} {share:.0%} of the"
-        f" error in the hidden states; kept in BF16, {'it' if one else 'they'} would take"
+        f"{subject} {share:.0%} of the error in the hidden states; kept in BF16, {it} would take"
         f" {show_bytes(extra)} more ({extra / own.tensor_bytes:+.0%})."
     )
 
 
 def _size(source: Footprint, own: Footprint, newly_fits: Sequence[Fitting]) -> str:
+    share = own.disk_bytes / source.disk_bytes
     text = (
-        f"It takes {show_bytes(own.disk_bytes)} on disk,"
-        f" {own.disk_bytes / source.disk_bytes:.0%} of the source; {own.bits_per_weight:.2f} bits a"
-        " weight."
+        f"It takes {show_bytes(own.disk_bytes)} on disk, {share:.0%} of the source;"
+        f" {own.bits_per_weight:.2f} bits a weight."
     )
     if newly_fits:
         machines = listed([f"{found.count} x {found.label}" for found in smallest_each(newly_fits)])

@@ -207,15 +207,11 @@ HEAD_ELEMENTS = 1 << 25  # FP32 logits of one model at a time: 128 MiB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
-    """How to run: dtype of activations, device, and the GEMM of the candidates.
-
-    `floor` says whether the source also runs with the candidates' quantized activations.
-    """
+    """How to run: dtype of activations, device, and the GEMM of the candidates."""
 
     dtype: torch.dtype
     device: torch.device
     gemm: Gemm
-    floor: bool = True
 
 
 def stream_options(
@@ -331,7 +327,7 @@ class _SideBySide:
         """A pass of the source with the candidate's activations, if it quantizes any."""
         exact = isinstance(options.gemm, ReferenceGemm) and not options.gemm.quantize_activations
         source, candidate = (stored_units(each.checkpoint) for each in (self._loaders[0], loader))
-        if exact or not options.floor or source[1] or not candidate[1]:
+        if exact or source[1] or not candidate[1]:
             return None
         return self._pass(self._streams[0], ActivationsOnlyGemm())
 
@@ -364,7 +360,7 @@ class _SideBySide:
                 if place == 0:
                     base, base_chosen = weights, self._base_routes.take()
                 elif base is not None:
-                    self._compare(place, index, base, weights, base_chosen)
+                    self._compare(place, base, weights, base_chosen)
                     floor = self._floors[place - 1]
                     if floor is not None:
                         floor.apply(with_served_inputs(base, weights))
@@ -387,18 +383,13 @@ class _SideBySide:
                 del turn  # before the next one is read, or two would be in memory
 
     def _compare(
-        self,
-        place: int,
-        index: int,
-        base: LayerWeights,
-        weights: LayerWeights,
-        base_chosen: Sequence[torch.Tensor],
+        self, place: int, base: LayerWeights, weights: LayerWeights, chosen: list[torch.Tensor]
     ) -> None:
         candidate = self.candidates[place - 1]
         ours, theirs = self._passes[0].states, self._passes[place].states
         states = ((ours.get(n), theirs.get(n)) for n in range(len(self._rows)))
-        chosen = candidate.routes.take()
-        candidate.layers.append(layer_error(index, states, candidate.square, base_chosen, chosen))
+        own = candidate.routes.take()
+        candidate.layers.append(layer_error(base.index, states, candidate.square, chosen, own))
         candidate.linears += weight_errors(base, weights, self._config)
         candidate.not_the_sources += changed_tensors(base, weights)
 
@@ -436,9 +427,8 @@ class _SideBySide:
         for start in range(0, next_T.numel(), step):
             some = slice(start, start + step)
             base = score_base(logits[0][some], next_T[some])
-            for candidate, logits_TV, floor_TV in zip(
-                self.candidates, logits[1:], floors, strict=True
-            ):
+            pairs = zip(self.candidates, logits[1:], floors, strict=True)
+            for candidate, logits_TV, floor_TV in pairs:
                 candidate.scores.add(base, logits_TV[some])
                 if candidate.floor is not None and floor_TV is not None:
                     candidate.floor.add(base, floor_TV[some])

@@ -17,8 +17,8 @@ and the largest value of some blocks is clipped, where the E4M3 block scale was 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import torch
@@ -26,7 +26,7 @@ import torch
 from beamq.beam.config import BeamConfig
 from beamq.eval.compare.metrics import power, sqnr_db
 from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight, stored
 from beamq.model.gemm.reference import decode
 from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
 
@@ -141,25 +141,20 @@ def _each(
 
 def _flat(weight: LinearWeight) -> LinearWeight:
     """The same weight with experts one below the other: [E, N, K] as [E N, K]."""
-    return _changed(weight, lambda stored: stored.flatten(0, -2))
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(w_NK=weight.w_NK.flatten(0, -2))
+    if isinstance(weight, Fp8Weight):
+        return Fp8Weight(codes=weight.codes.flatten(0, -2), scale=weight.scale.flatten(0, -2))
+    return replace(
+        weight,
+        codes=weight.codes.flatten(0, -2),
+        block_scale=weight.block_scale.flatten(0, -2),
+        global_scale=weight.global_scale.flatten(0, -2),
+    )
 
 
 def _rows(weight: LinearWeight, rows: slice) -> LinearWeight:
-    return _changed(weight, lambda stored: stored[rows])
-
-
-def _changed(weight: LinearWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> LinearWeight:
-    """A weight with `change` applied to every tensor that has rows (all but the input scale)."""
-    if isinstance(weight, DenseWeight):
-        return DenseWeight(w_NK=change(weight.w_NK))
-    if isinstance(weight, Fp8Weight):
-        return Fp8Weight(codes=change(weight.codes), scale=change(weight.scale))
-    return Nvfp4Weight(
-        codes=change(weight.codes),
-        block_scale=change(weight.block_scale),
-        global_scale=change(weight.global_scale),
-        input_scale=weight.input_scale,
-    )
+    return weight.expert(rows)  # of a flat weight, whose leading axis is rows
 
 
 def _row_sums(base: LinearWeight, other: LinearWeight) -> torch.Tensor | None:
@@ -194,10 +189,8 @@ def _row_sums(base: LinearWeight, other: LinearWeight) -> torch.Tensor | None:
 
 def _shape(weight: LinearWeight) -> tuple[int, int]:
     """(rows, inputs) of a flat weight."""
-    if isinstance(weight, Nvfp4Weight):
-        return weight.codes.shape[0], 2 * weight.codes.shape[1]
-    stored = weight.w_NK if isinstance(weight, DenseWeight) else weight.codes
-    return stored.shape[0], stored.shape[1]
+    rows, width = stored(weight).shape
+    return rows, 2 * width if isinstance(weight, Nvfp4Weight) else width
 
 
 def _beyond(size_RK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
