@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from beamq.eval.compare.metrics import Estimate, LayerError
 from beamq.eval.compare.records import Candidate, Comparison
 from beamq.eval.compare.sensitivity import NAMES, Sensitivity
 from beamq.units import show_bytes
@@ -77,14 +76,16 @@ def of_comparison(comparison: Comparison) -> list[Chart]:
             "Hidden state error after each layer",
             "Error of the hidden states relative to their size, over all tokens. A step up is a"
             " layer that hurts.",
-            lambda axes: _hidden(axes, candidates),
+            lambda axes: _by_layer(axes, candidates, "relative_error", "error, %"),
         ),
         _chart(
             "router",
             "Router agreement by layer",
             "Share of the experts that the source's router chooses for a token which the"
             " candidate's router chooses too.",
-            lambda axes: _router(axes, candidates),
+            lambda axes: _by_layer(
+                axes, candidates, "expert_overlap", "experts in common, %", 100.2
+            ),
         ),
         _chart(
             "kld",
@@ -173,28 +174,18 @@ def _whole_numbers(axes: Axes) -> None:
 
 
 def _by_layer(
-    axes: Axes, candidates: Sequence[Candidate], figure: Callable[[LayerError], Estimate | None]
+    axes: Axes, candidates: Sequence[Candidate], field: str, label: str, top: float | None = None
 ) -> None:
-    """A line for each candidate: a figure of every layer that has it, in percent."""
+    """A line for each candidate: the figure `field` of every layer that has it, in percent."""
     series = []
     for candidate in candidates:
-        found = [(layer.layer, figure(layer)) for layer in candidate.layers]
+        found = [(layer.layer, getattr(layer, field)) for layer in candidate.layers]
         points = [(layer, 100 * each.value) for layer, each in found if each is not None]
         layers, values = (list(each) for each in zip(*points, strict=True))
         series.append((candidate.model.name, layers, values))
     _lines(axes, series)
-
-
-def _hidden(axes: Axes, candidates: Sequence[Candidate]) -> None:
-    _by_layer(axes, candidates, lambda layer: layer.relative_error)
-    axes.set_ylabel("error, %")
-    axes.set_ylim(bottom=0)
-
-
-def _router(axes: Axes, candidates: Sequence[Candidate]) -> None:
-    _by_layer(axes, candidates, lambda layer: layer.expert_overlap)
-    axes.set_ylabel("experts in common, %")
-    axes.set_ylim(top=100.2)
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0 if top is None else None, top=top)
 
 
 def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:

@@ -66,10 +66,7 @@ class Screen:
     def show(
         self, data: Callable[[], Mapping[str, Any]], blocks: Callable[[], Iterable[Block]]
     ) -> None:
-        """The command's result on stdout: `data` as JSON with `--json`, else `blocks` as text.
-
-        Only the one that is shown is made.
-        """
+        """The command's result on stdout: `data` as JSON with `--json`, else `blocks` as text."""
         if not self._first:
             return
         if self._as_json:
@@ -84,11 +81,8 @@ class Screen:
 
     @contextmanager
     def progress(self, doing: str) -> Iterator[Advance | None]:
-        """While the block runs: on a terminal a bar with rate and time left, elsewhere a line now
-        and then, so that the log of a long run shows life.
-
-        Yields what to call with bytes done and in all, or None where nobody wants to see it.
-        """
+        """While the block runs: on a terminal a bar with rate and time left, elsewhere a line every
+        `LINE_SECONDS`. Yields what to call with bytes done and in all; None with `--quiet`."""
         if self._quiet:
             yield None
             return

@@ -103,8 +103,8 @@ class ServingView:
     def blocks(self) -> list[Block]:
         """The same as text."""
         models = {"source": self._source.split(), self._plan.recipe.name: self._output.split()}
-        blocks: list[Block] = ["", weights_per_gpu(models), *self._padding(), "", self._kv_line()]
-        blocks.append("")
+        blocks: list[Block] = ["", weights_per_gpu(models), *self._padding(), ""]
+        blocks += [self._kv_line(), ""]
         if self._gpu is None:
             blocks.append(self._fits_table())
         else:

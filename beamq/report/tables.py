@@ -2,9 +2,9 @@
 
 In: ready strings; a `Comparison`. Out: a `Table`, and its text for a terminal, Markdown or HTML.
 
-The one idea: whoever has figures builds one `Table` of them, and three small functions draw it.
-Cells may hold names that strangers chose, so each renderer escapes every cell. Measures that
-llama.cpp's perplexity tool prints carry its names; Q stands for the candidate there.
+The one idea: whoever has figures builds one `Table`, and three small functions draw it. Cells may
+hold names that strangers chose, so each renderer escapes every cell. Measures that llama.cpp's
+perplexity tool prints carry its names; Q stands for the candidate there.
 """
 
 from __future__ import annotations
@@ -95,11 +95,8 @@ def terminal(table: Table, width: int) -> RichTable:
 
 
 def _last_room(table: Table, width: int) -> int:
-    """Characters that a last column of text has if the others are as wide as their cells.
-
-    The whole width where that is next to nothing: the others are folded then, or these are
-    figures, which are never folded.
-    """
+    """Characters that a last column of text has if the others are as wide as their cells; the
+    whole width where that is next to nothing, or where it holds figures, which are never folded."""
     *columns, (_, last_is_right) = table.columns()
     cells = zip(*table.rows, strict=True)
     used = sum(

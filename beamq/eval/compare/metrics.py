@@ -192,7 +192,6 @@ class TokenScores:
         base_N, other_N = base_T[followed_T], other_T[followed_T]
         change_N = np.exp(other_N) - np.exp(base_N)
         at = quantiles(kld_T, KLD_SHARES)
-        base, other, ratio = mean(-base_N), mean(-other_N), mean(base_N - other_N)
         return Divergence(
             tokens=kld_T.size,
             predicted=base_N.size,
@@ -203,9 +202,9 @@ class TokenScores:
             kld_99=at[2],
             kld_999=at[3],
             max_kld=at[4],
-            ppl_base=_exp(base),
-            ppl=_exp(other),
-            ln_ppl_ratio=ratio,
+            ppl_base=_exp(mean(-base_N)),
+            ppl=_exp(mean(-other_N)),
+            ln_ppl_ratio=mean(base_N - other_N),
             mean_delta_p=mean(change_N),
             rms_delta_p=rms(change_N),
             same_top=mean(same_T),

@@ -105,6 +105,8 @@ class Comparison:
 
 # --- the verdict --------------------------------------------------------------------------------
 
+_WORDS = {True: "Safe to serve", False: "Not safe to serve", None: "Not judged"}
+
 
 def judge(
     findings: Findings,
@@ -119,35 +121,32 @@ def judge(
     parts = [
         _accuracy(seen, limits),
         *_close_calls(seen, limits),
-        *(["Out of bounds: " + "; ".join(breach.text for breach in broken) + "."] * bool(broken)),
+        f"Out of bounds: {'; '.join(breach.text for breach in broken)}." if broken else "",
         _layers(findings.layers, own),
         _size(source, own, newly_fits),
     ]
     parting = parting_layer(findings, broken) if broken else None
-    safe: bool | None = True
+    safe: bool | None = not (findings.damaged or broken)
     if damaged := findings.damaged:
-        safe, headline = (
-            False,
-            (
-                f"Not safe to serve: {counted(len(damaged), 'tensor does', 'tensors do')} not match"
-                f" the checksums in beamq.json ({few(damaged)}); `beamq verify` says more."
-            ),
-        )
         parts.insert(0, "All figures describe a damaged copy.")
+        headline = (
+            f"{counted(len(damaged), 'tensor does', 'tensors do')} not match the checksums in"
+            f" beamq.json ({few(damaged)}); `beamq verify` says more."
+        )
     elif broken:
         where = "" if parting is None else f"; it departs from the source at layer {parting}"
-        safe, headline = False, f"Not safe to serve: {broken[0].text}{where}."
+        headline = f"{broken[0].text}{where}."
     elif seen.exact:
-        headline = "Safe to serve: all next-token distributions are exactly the source's."
+        headline = "all next-token distributions are exactly the source's."
     elif limits.recipe is None:
         safe = None
-        headline = "Not judged: nothing is quantized here, so no recipe's bounds apply."
+        headline = "nothing is quantized here, so no recipe's bounds apply."
     else:
-        headline = "Safe to serve: every figure is within the bounds of its recipe."
+        headline = "every figure is within the bounds of its recipe."
     return SafetyVerdict(
         safe=safe,
-        headline=headline,
-        text=" ".join(part for part in parts if part),
+        headline=f"{_WORDS[safe]}: {headline}",
+        text=" ".join(filter(None, parts)),
         breaches=broken,
         parting_layer=parting,
         bounds_of=limits.recipe,

@@ -343,13 +343,6 @@ class _Branches:
 
     def run(self, progress: Callable[[int, int], None] | None) -> dict[Unit | None, TokenScores]:
         """Scores of every branch against the source."""
-        source, branches = self._layers(progress)
-        with torch.inference_mode():
-            return self._scores(self._loaders[0].head(), source, branches)
-
-    def _layers(
-        self, progress: Callable[[int, int], None] | None
-    ) -> tuple[States, dict[Unit | None, States]]:
         ids = [rows.flatten() for rows in self._rows]
         source, whole = (embed(loader, ids) for loader in self._loaders)
         branches: dict[Unit | None, States] = {None: whole}
@@ -360,9 +353,10 @@ class _Branches:
                 continue
             if base is None:
                 raise RuntimeError("a candidate's layer came before the source's")
-            mine = [unit for unit in sorted(self._units) if unit[0] == index]
             fresh: dict[Unit | None, States] = {
-                unit: self._apply(source, _mixed(base, weights, unit[1])) for unit in mine
+                unit: self._apply(source, _mixed(base, weights, unit[1]))
+                for unit in sorted(self._units)
+                if unit[0] == index
             }
             for unit in branches:
                 branches[unit] = self._apply(branches[unit], weights if unit is None else base)
@@ -372,7 +366,8 @@ class _Branches:
             del weights
             if progress is not None:
                 progress(index + 1, self._config.num_layers)
-        return source, branches
+        with torch.inference_mode():
+            return self._scores(self._loaders[0].head(), source, branches)
 
     def _apply(self, states: States, weights: LayerWeights) -> States:
         with torch.inference_mode():

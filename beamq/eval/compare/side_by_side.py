@@ -167,9 +167,8 @@ def expect_same_files(checkpoints: Sequence[Checkpoint], ranks: Ranks) -> None:
 class ReadChecksums:
     """Compares the tensors that a loader reads with the checksums in a checkpoint's beamq.json.
 
-    `tap` is given to the loader, so nothing is read twice; `damaged` is complete when the run is.
-    Scalars that the loader looks up by themselves are not seen. `fault` says why nothing could be
-    compared, where beamq.json names an algorithm that is not here.
+    `tap` is given to the loader, so nothing is read twice. Scalars that the loader looks up by
+    themselves are not seen. `fault` is set where beamq.json names an algorithm that is not here.
     """
 
     def __init__(self, manifest: Manifest | None) -> None:
