@@ -99,7 +99,7 @@ NEEDS_QUANTIZED = tuple(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckResult:
     """How one check ended. `where` names the first few places, `count` counts all faults."""
 
@@ -177,18 +177,11 @@ class CheckState:
         """How the check ends. A fault outweighs a skip, and a skip outweighs a pass."""
         if self.faults:
             more = f" (and {self.faults - 1} more)" if self.faults > 1 else ""
-            return CheckResult(
-                name=name,
-                status="fail",
-                detail=self.detail + more,
-                where=tuple(self.where),
-                count=self.faults,
-            )
+            return CheckResult(name, "fail", self.detail + more, tuple(self.where), self.faults)
         if self.examined and self.skipped is None:
-            detail = self.measured or f"{self.unit}: {self.examined:,}"
-            return CheckResult(name=name, status="pass", detail=detail)
+            return CheckResult(name, "pass", self.measured or f"{self.unit}: {self.examined:,}")
         reason = self.skipped or _left_out(CHECKS[name].level, level, with_source)
-        return CheckResult(name=name, status="skip", detail=reason)
+        return CheckResult(name, "skip", reason)
 
 
 def _left_out(needs: Level, level: str, with_source: bool) -> str:

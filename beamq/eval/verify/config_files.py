@@ -19,6 +19,7 @@ from beamq.eval.verify.engine_rules import (
     FP8_ACTIVATIONS,
     FP8_WEIGHTS,
     TRANSFORMERS,
+    Block,
     EngineRefusal,
     equal_or_regex,
     is_names,
@@ -48,10 +49,9 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
         fmt = UNDECLARED
         problem = "has no quantization_config, so engines load it unquantized"
         if isinstance((folder.hf_quant_config or {}).get("quantization"), Mapping):
-            fmt = NVFP4
+            fmt, missing = NVFP4, "has no quantization_config"
             problem = (
-                f"has no quantization_config, and SGLang's Beam does not read {HF_QUANT_NAME}"
-                " alone; write both"
+                f"{missing}, and SGLang's Beam does not read {HF_QUANT_NAME} alone; write both"
             )
     else:
         method = str(block.get("quant_method", "")).lower()
@@ -100,7 +100,7 @@ def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
         _check_fp8(folder, block, ledger)
 
 
-def _check_nvfp4(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> None:
+def _check_nvfp4(folder: Folder, block: Block, ledger: Ledger) -> None:
     ledger.skip("ModelOpt has no schema class; config.fields covers it", "config.schema")
     block_size = block.get("group_size", NVFP4_BLOCK)
     ledger.expect("config.fields", "group_size", block_size, NVFP4_BLOCK)
@@ -126,11 +126,8 @@ def _check_nvfp4(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> No
 
 
 def _groups(
-    block: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    activations: Mapping[str, Any],
-    ledger: Ledger,
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    block: Block, weights: Block, activations: Block, ledger: Ledger
+) -> Iterator[tuple[str, Block]]:
     """The config groups by name, with weights and activations checked."""
     check, groups = "config.fields", block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -149,19 +146,16 @@ def _groups(
             _compare(group["input_activations"], activations, where, ledger)
 
 
-def _check_agreement(block: Mapping[str, Any], nested: Mapping[str, Any], ledger: Ledger) -> None:
-    kv_cache = "FP8" if block.get("kv_cache_scheme") else None
-    for key, ours in (
-        ("quant_algo", block.get("quant_algo")),
-        ("group_size", NVFP4_BLOCK),
-        ("kv_cache_quant_algo", kv_cache),
-    ):
-        if ours != nested.get(key):
-            ledger.fault(
-                "config.agreement",
-                key,
-                f"config.json says {ours!r}, {HF_QUANT_NAME} {nested.get(key)!r}",
-            )
+def _check_agreement(block: Block, nested: Block, ledger: Ledger) -> None:
+    wanted = {
+        "quant_algo": block.get("quant_algo"),
+        "group_size": NVFP4_BLOCK,
+        "kv_cache_quant_algo": "FP8" if block.get("kv_cache_scheme") else None,
+    }
+    for key, ours in wanted.items():
+        if ours != (theirs := nested.get(key)):
+            reason = f"config.json says {ours!r}, {HF_QUANT_NAME} {theirs!r}"
+            ledger.fault("config.agreement", key, reason)
     ignored, excluded = (
         set(map(str, entries)) if isinstance(entries, list) else set()
         for entries in (block.get("ignore"), nested.get("exclude_modules"))
@@ -171,7 +165,7 @@ def _check_agreement(block: Mapping[str, Any], nested: Mapping[str, Any], ledger
         ledger.fault("config.agreement", entry, f"is ignored in {where} only")
 
 
-def _compare(given: Any, wanted: Mapping[str, Any], where: str, ledger: Ledger) -> None:
+def _compare(given: Any, wanted: Block, where: str, ledger: Ledger) -> None:
     if not isinstance(given, Mapping):
         ledger.fault("config.fields", where, "is missing or not an object")
         return
@@ -179,13 +173,10 @@ def _compare(given: Any, wanted: Mapping[str, Any], where: str, ledger: Ledger) 
         ledger.expect("config.fields", f"{where}.{key}", given.get(key), value)
 
 
-def _check_fp8(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> None:
+def _check_fp8(folder: Folder, block: Block, ledger: Ledger) -> None:
     if (folder.root / HF_QUANT_NAME).exists():
-        ledger.fault(
-            "config.agreement",
-            HF_QUANT_NAME,
-            "belongs to ModelOpt, but config.json declares compressed-tensors; delete it",
-        )
+        reason = "belongs to ModelOpt, but config.json declares compressed-tensors; delete it"
+        ledger.fault("config.agreement", HF_QUANT_NAME, reason)
     for key, value in (("format", "float-quantized"), ("quantization_status", "compressed")):
         ledger.expect("config.fields", key, block.get(key), value)
     for name, group in _groups(block, FP8_WEIGHTS, FP8_ACTIVATIONS, ledger):
@@ -196,7 +187,7 @@ def _check_fp8(folder: Folder, block: Mapping[str, Any], ledger: Ledger) -> None
     _check_schema(block, ledger)
 
 
-def _check_schema(block: Mapping[str, Any], ledger: Ledger) -> None:
+def _check_schema(block: Block, ledger: Ledger) -> None:
     """Read the block with compressed-tensors' own class; nothing may be lost or changed."""
     try:  # takes seconds to import, and is needed here only
         from compressed_tensors.quantization import QuantizationConfig
@@ -268,6 +259,5 @@ def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) ->
             ledger.fault(name, "config_groups", "would be served weight-only (W4A16), not W4A4")
         for mismatch in mismatches(view, stored):
             built = "quantized" if mismatch.built else "unquantized"
-            ledger.fault(
-                name, mismatch.prefix, f"built {built}, stored {mismatch.stored}: {mismatch.effect}"
-            )
+            reason = f"built {built}, stored {mismatch.stored}: {mismatch.effect}"
+            ledger.fault(name, mismatch.prefix, reason)

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeGuard
 
+Block = Mapping[str, Any]  # an object of a config file
 Fused = Mapping[str, tuple[str, ...]]
 """Last component of a fused module's name -> those of the linears that it fuses."""
 
@@ -160,11 +161,8 @@ def ct_targets(prefix: str, class_name: str, targets: Sequence[str], fused: Fuse
         return target.lower() in class_name.lower()
 
     linears = _unfused(prefix, fused)
-    return (
-        named(prefix)
-        or any(map(claims_class, targets))
-        or (bool(linears) and all(map(named, linears)))
-    )
+    fused_named = bool(linears) and all(map(named, linears))
+    return named(prefix) or any(map(claims_class, targets)) or fused_named
 
 
 # --- what the config files declare ----------------------------------------------------------
@@ -174,19 +172,15 @@ def ct_targets(prefix: str, class_name: str, targets: Sequence[str], fused: Fuse
 # but exactly "NVFP4".
 
 
-def modelopt_terms(
-    engine: str,
-    quantization_config: Mapping[str, Any] | None,
-    hf_quant_config: Mapping[str, Any] | None,
-) -> tuple[str, list[str]]:
+def modelopt_terms(engine: str, block: Block | None, hf: Block | None) -> tuple[str, list[str]]:
     """(scheme, ignore list) as `engine` reads them from the content of both files."""
-    nested = (hf_quant_config or {}).get("quantization")
+    nested = (hf or {}).get("quantization")
     keys: tuple[str, ...] = ("exclude_modules",)
-    if quantization_config:
-        method = str(quantization_config.get("quant_method", "")).lower()
+    if block:
+        method = str(block.get("quant_method", "")).lower()
         if not method.startswith("modelopt"):
             raise EngineRefusal("unknown", f"quant_method {method!r} is not simulated")
-        source: Mapping[str, Any] = quantization_config
+        source = block
         keys = ("ignore", "exclude_modules")
         if engine == SGLANG:
             keys = ("ignore", "modules_to_not_convert", "exclude_modules")
@@ -220,7 +214,7 @@ def is_names(value: Any) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def _modelopt_scheme(engine: str, source: Mapping[str, Any]) -> str:
+def _modelopt_scheme(engine: str, source: Block) -> str:
     algo = source.get("quant_algo")
     if not algo:
         raise EngineRefusal("ValueError", "quant_algo is missing")
@@ -234,25 +228,24 @@ def _modelopt_scheme(engine: str, source: Mapping[str, Any]) -> str:
     if not isinstance(groups, Mapping) or not groups:
         return "nvfp4"
     weight_only = all(
-        isinstance(group, Mapping) and group.get("input_activations") is None
-        for group in groups.values()
+        isinstance(each, Mapping) and each.get("input_activations") is None
+        for each in groups.values()
     )
     return "nvfp4-weight-only" if weight_only else "nvfp4"
 
 
-def ct_targets_of(engine: str, quantization_config: Mapping[str, Any]) -> list[str]:
+def ct_targets_of(engine: str, block: Block) -> list[str]:
     """The targets, once every group is the one scheme that all engines accept for Beam.
 
     SGLang's Beam refuses the rest; what vLLM or transformers would make of it is not simulated.
     """
-    fault = _ct_fault(quantization_config)
+    fault = _ct_fault(block)
     if fault is not None:
         raise EngineRefusal("NotImplementedError" if engine == SGLANG else "unknown", fault)
-    groups = quantization_config["config_groups"].values()
-    return [target for group in groups for target in group["targets"]]
+    return [target for group in block["config_groups"].values() for target in group["targets"]]
 
 
-def _ct_fault(block: Mapping[str, Any]) -> str | None:
+def _ct_fault(block: Block) -> str | None:
     fmt, groups = block.get("format"), block.get("config_groups")
     if fmt != "float-quantized":
         return f"format is {fmt!r}, but Beam needs float-quantized"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.eval.verify.engine_rules import (
@@ -25,6 +24,7 @@ from beamq.eval.verify.engine_rules import (
     TRANSFORMERS,
     VLLM,
     VLLM_WIDE,
+    Block,
     EngineRefusal,
     Fused,
     ct_targets,
@@ -41,7 +41,7 @@ from beamq.eval.verify.engine_rules import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Site:
     """One module that an engine builds: the prefix it asks about, and what it loads into it.
 
@@ -84,9 +84,7 @@ def sites(engine: str, config: BeamConfig) -> Iterator[Site]:
     """Every module that `engine` builds from `config`, in layer order."""
     if engine in (VLLM, VLLM_WIDE):
         name = "model.embed_tokens"
-        yield Site(
-            prefix=name, class_name="VocabParallelEmbedding", stored=(name,), kind="embedding"
-        )
+        yield Site(name, "VocabParallelEmbedding", (name,), "embedding")
     for layer, mlp in enumerate(config.mlp_layer_types):
         yield from _linears(f"model.layers.{layer}.self_attn", _ATTENTION[engine])
         prefix = f"model.layers.{layer}.mlp"
@@ -97,21 +95,17 @@ def sites(engine: str, config: BeamConfig) -> Iterator[Site]:
             prefix += ".experts"
             experts = [f"{prefix}.{expert}" for expert in range(config.num_experts)]
             stored = tuple(f"{expert}.{proj}" for expert in experts for proj in _MLP)
-            yield Site(prefix=prefix, class_name=_EXPERTS[engine], stored=stored, kind="experts")
+            yield Site(prefix, _EXPERTS[engine], stored, "experts")
     head = "Linear" if engine == TRANSFORMERS else "ParallelLMHead"
-    yield Site(prefix="lm_head", class_name=head, stored=("lm_head",), kind="head")
+    yield Site("lm_head", head, ("lm_head",), "head")
 
 
 def _linears(prefix: str, modules: _Modules) -> Iterator[Site]:
     for name, class_name, stored in modules:
-        yield Site(
-            prefix=f"{prefix}.{name}",
-            class_name=class_name,
-            stored=tuple(f"{prefix}.{each}" for each in stored),
-        )
+        yield Site(f"{prefix}.{name}", class_name, tuple(f"{prefix}.{each}" for each in stored))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EngineView:
     """What one engine makes of the config: whether it builds the module of each prefix quantized.
 
@@ -125,7 +119,7 @@ class EngineView:
     sites: tuple[Site, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mismatch:
     """A site whose stored form is not the one that the engine would build."""
 
@@ -155,7 +149,7 @@ def mismatches(view: EngineView, stored: Mapping[str, bool]) -> list[Mismatch]:
         if built:
             effect = "shape or dtype error while loading, or weights without scales"
         word = "mixed" if len(kinds) > 1 else ("quantized" if True in kinds else "unquantized")
-        found.append(Mismatch(prefix=site.prefix, built=built, stored=word, effect=effect))
+        found.append(Mismatch(site.prefix, built, word, effect))
     return found
 
 
@@ -164,9 +158,7 @@ _Decision = Callable[[Site], bool]
 
 
 def simulate(
-    quantization_config: Mapping[str, Any] | None,
-    hf_quant_config: Mapping[str, Any] | None,
-    config: BeamConfig,
+    quantization_config: Block | None, hf_quant_config: Block | None, config: BeamConfig
 ) -> tuple[EngineView, ...]:
     """One view per engine that can read the format at all, in a fixed order."""
     block = quantization_config or {}
@@ -179,7 +171,7 @@ def simulate(
             else:
                 scheme, decide = _modelopt(engine, quantization_config, hf_quant_config)
         except EngineRefusal as refusal:
-            views.append(EngineView(engine=engine, scheme=None, faults=(refusal,)))
+            views.append(EngineView(engine, None, faults=(refusal,)))
         else:
             views.append(_view(engine, scheme, config, decide))
     return tuple(views)
@@ -187,28 +179,22 @@ def simulate(
 
 def _view(engine: str, scheme: str, config: BeamConfig, decide: _Decision) -> EngineView:
     """Ask `decide` about every site, and collect what it raises."""
-    all_sites = tuple(sites(engine, config))
+    asked = tuple(sites(engine, config))
     quantized: dict[str, bool] = {}
     faults: list[EngineRefusal] = []
     if config.tie_word_embeddings and engine in (VLLM, VLLM_WIDE):
         faults.append(EngineRefusal("NotImplementedError", "tied embeddings are refused"))
-    for site in all_sites:
+    for site in asked:
         try:
             quantized[site.prefix] = decide(site)
         except EngineRefusal as refusal:
             refusal.where = site.prefix
             faults.append(refusal)
-    return EngineView(
-        engine=engine, scheme=scheme, quantized=quantized, faults=tuple(faults), sites=all_sites
-    )
+    return EngineView(engine, scheme, quantized, tuple(faults), asked)
 
 
-def _modelopt(
-    engine: str,
-    quantization_config: Mapping[str, Any] | None,
-    hf_quant_config: Mapping[str, Any] | None,
-) -> tuple[str, _Decision]:
-    scheme, entries = modelopt_terms(engine, quantization_config, hf_quant_config)
+def _modelopt(engine: str, block: Block | None, hf: Block | None) -> tuple[str, _Decision]:
+    scheme, entries = modelopt_terms(engine, block, hf)
     renamed = vllm_renamed(entries)
 
     def decide(site: Site) -> bool:
@@ -221,7 +207,7 @@ def _modelopt(
     return scheme, decide
 
 
-def _compressed_tensors(engine: str, block: Mapping[str, Any]) -> _Decision:
+def _compressed_tensors(engine: str, block: Block) -> _Decision:
     targets = ct_targets_of(engine, block)
     entries = names(block.get("ignore") or [])
     if engine == SGLANG:
@@ -238,9 +224,8 @@ def _names_site(site: Site, entries: Sequence[str]) -> bool:
 
 def _vllm_ct(targets: Sequence[str], entries: Sequence[str]) -> _Decision:
     def one(prefix: str, class_name: str, wanted: Sequence[str]) -> bool:
-        return not vllm_ct_ignores(prefix, entries, _VLLM_FUSED) and ct_targets(
-            prefix, class_name, wanted, _VLLM_FUSED
-        )
+        ignored = vllm_ct_ignores(prefix, entries, _VLLM_FUSED)
+        return not ignored and ct_targets(prefix, class_name, wanted, _VLLM_FUSED)
 
     def decide(site: Site) -> bool:
         if site.kind == "experts":

@@ -220,10 +220,8 @@ def _check_names(folder: Folder, ledger: Ledger) -> None:
     ledger.examined("files.metadata", len(folder.metadata))
     for name, metadata in folder.metadata.items():
         if metadata.get("format") != "pt":
-            found = json.dumps(metadata)[:80]
-            ledger.fault(
-                "files.metadata", name, f'__metadata__ is {found}, expected "format": "pt"'
-            )
+            reason = f'__metadata__ is {json.dumps(metadata)[:80]}, expected "format": "pt"'
+            ledger.fault("files.metadata", name, reason)
 
 
 def _check_manifest(folder: Folder, ledger: Ledger) -> None:
@@ -312,12 +310,7 @@ class Inventory:
         return stored
 
 
-def take_inventory(folder: Folder, fmt: str, ledger: Ledger) -> Inventory:
-    """Give every stored tensor its place; record what is missing, unknown or of a wrong form."""
-    return _Sorter(folder, fmt, ledger).sort()
-
-
-class _Sorter:
+class Sorter:
     """Takes tensors out of `_left`, one expected tensor or linear after the other."""
 
     def __init__(self, folder: Folder, fmt: str, ledger: Ledger) -> None:
@@ -330,6 +323,7 @@ class _Sorter:
         self._inventory = Inventory()
 
     def sort(self) -> Inventory:
+        """Give every stored tensor its place; record what is missing, unknown or malformed."""
         ledger, inventory = self._ledger, self._inventory
         packed = self._packed_experts() if self._folder.plain else frozenset()
         for check in ("tensors.known", "tensors.shape", "tensors.dtype"):
@@ -434,21 +428,15 @@ def _check_experts(linears: Iterable[Linear], ledger: Ledger) -> None:
         where = f"model.layers.{layer}.mlp.experts"
         gone = [m.module.removeprefix(f"{where}.") for m in members if "weight" not in m.parts]
         if gone:
-            total = len(members)
-            ledger.fault(
-                check, where, f"{len(gone)} of {total} are missing, the first is {gone[0]}"
-            )
+            reason = f"{len(gone)} of {len(members)} are missing, the first is {gone[0]}"
+            ledger.fault(check, where, reason)
         whole = [member for member in members if member.parts]
         quantized = sum(member.quantized for member in whole)
         if 0 < quantized < len(whole):
             few_are = 2 * quantized < len(whole)
             odd = next(m.module for m in whole if m.quantized == few_are).removeprefix(f"{where}.")
-            ledger.fault(
-                check,
-                where,
-                f"{quantized} of {len(whole)} linears are quantized, expected all or none; {odd}"
-                " differs from most",
-            )
+            some = f"{quantized} of {len(whole)} linears are quantized"
+            ledger.fault(check, where, f"{some}, expected all or none; {odd} differs from most")
 
 
 # --- scalars --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import struct
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -87,7 +88,7 @@ class Outcome:
     counts per check."""
 
     faults: list[tuple[str, str, str]] = field(default_factory=list)
-    examined: dict[str, int] = field(default_factory=dict)
+    examined: Counter[str] = field(default_factory=Counter)
     sums: Sums = field(default_factory=Sums)
     nbytes: int = 0
     out_of_bound: int = 0
@@ -315,12 +316,10 @@ class Examiner:
         if outcome.sums.elements:
             outcome.examined["source.bound"] = outcome.sums.elements
         if outcome.out_of_bound:
-            outcome.fault(
-                "source.bound",
-                item.role.module,
-                f"{outcome.out_of_bound} of {outcome.sums.elements} elements are not rounded to the"
-                f" nearest code, the first is at {list(outcome.first_place)}",
-            )
+            some = f"{outcome.out_of_bound} of {outcome.sums.elements} elements"
+            reason = f"{some} are not rounded to the nearest code"
+            where = f"the first is at {list(outcome.first_place)}"
+            outcome.fault("source.bound", item.role.module, f"{reason}, {where}")
         return outcome
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
@@ -347,12 +346,11 @@ class Examiner:
             yield start, view
         if checksum is not None:
             check = "checksums.tensors"
-            outcome.examined[check] = outcome.examined.get(check, 0) + 1
+            outcome.examined[check] += 1
             if checksum.hexdigest() != listed:
                 outcome.fault(check, spec.name, NOT_WRITTEN)
 
     def _whole(self, spec: TensorSpec, outcome: Outcome, slot: str) -> memoryview:
-        """All of a small tensor."""
         ((_, view),) = self._pieces(spec, spec.nbytes, outcome, slot)
         return view
 
@@ -388,13 +386,9 @@ class Examiner:
         outcome.examined["values.block-scales"] = scales.nbytes
         scan = cpu.scan_e4m3_scales(scales)
         if scan.first >= 0:
-            where = list(divmod(scan.first, k // 16))
-            outcome.fault(
-                "values.block-scales",
-                parts["weight_scale"].name,
-                f"{scan.nan} are NaN, {scan.zero} zero, {scan.negative} negative, the first is at"
-                f" {where}",
-            )
+            where = f"the first is at {list(divmod(scan.first, k // 16))}"
+            reason = f"{scan.nan} are NaN, {scan.zero} zero, {scan.negative} negative, {where}"
+            outcome.fault("values.block-scales", parts["weight_scale"].name, reason)
         if source is not None and not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
             outcome.examined["source.bound"] = 1
             reason = f"cannot be decoded, because weight_scale_2 is {global_scale}"
@@ -418,12 +412,9 @@ class Examiner:
         good_N = np.isfinite(values_N) & (values_N >= SMALLEST_NORMAL)
         if not good_N.all():
             row = int(np.argmin(good_N))
-            outcome.fault(
-                "values.row-scales",
-                linear.parts["weight_scale"].name,
-                f"{int((~good_N).sum())} of {good_N.size} cannot be used, the first is"
-                f" {values_N[row]} in row {row}",
-            )
+            some = f"{int((~good_N).sum())} of {good_N.size} cannot be used"
+            reason = f"{some}, the first is {values_N[row]} in row {row}"
+            outcome.fault("values.row-scales", linear.parts["weight_scale"].name, reason)
         nan, first_nan = 0, -1
         for row, rows, codes, values in self._rows(linear, source, outcome):
             bad = fp8_nan(codes)
@@ -473,8 +464,8 @@ class Examiner:
         size = ITEMSIZE[spec.dtype]
         count = view.nbytes // size
         dtype = source.spec.dtype
-        item = ITEMSIZE[dtype]
-        values = self._read_source(source, start // size * item, count * item, out)
+        wide = ITEMSIZE[dtype]
+        values = self._read_source(source, start // size * wide, count * wide, out)
         if dtype != spec.dtype:
             if dtype not in FLOAT_SOURCES or spec.dtype not in ("BF16", "F32"):
                 return start // size

@@ -33,7 +33,7 @@ from beamq.eval.verify.config_files import (
     check_ignore_covers,
     declared_format,
 )
-from beamq.eval.verify.folder import Folder, check_scalars, read_folder, take_inventory
+from beamq.eval.verify.folder import Folder, Sorter, check_scalars, read_folder
 from beamq.eval.verify.second_opinion import SECOND_OPINION, ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, plan_items, read_all
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
@@ -147,7 +147,7 @@ class _Pass:
             )
         self.format = declared_format(folder, ledger)
         check_config(folder, self.format, ledger)
-        inventory = take_inventory(folder, self.format, ledger)
+        inventory = Sorter(folder, self.format, ledger).sort()
         if not folder.plain:
             stored = inventory.stored()
             check_ignore_covers(folder, self.format, stored, ledger)
