@@ -189,22 +189,21 @@ def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
 
 def _hints(data: dict[str, Any]) -> list[str]:
     hints = []
-    if data["kernels"]["cpu"] == "torch":
+    kernels, gpus = data["kernels"]["cpu"], data["gpus"]
+    if kernels == "torch":
         hints.append(
             "the compiled CPU kernels are missing, so conversion on a CPU is about fifty times"
             " slower; install a C compiler, then reinstall beamq"
         )
-    if data["kernels"]["cpu"] is None:
+    if kernels is None:
         hints.append("no CPU kernels: install a C compiler and reinstall beamq, or install torch")
-    wanted = {
-        "triton": bool(data["gpus"]),
-        "quack-kernels": any(gpu["capability"] in ("12.0", "12.1") for gpu in data["gpus"]),
-    }
+    sm_120 = any(gpu["capability"] in ("12.0", "12.1") for gpu in gpus)
+    wanted = {"triton": bool(gpus), "quack-kernels": sm_120}
     packages = data["packages"].items()
     missing = [name for name, version in packages if not version and wanted.get(name, True)]
     if missing:
         hints.append(f"not installed: {', '.join(missing)}; see the table for what needs them")
-    if data["gpus"] and not any(gpu["fp8"] for gpu in data["gpus"]):
+    if gpus and not any(gpu["fp8"] for gpu in gpus):
         hints.append("these GPUs convert and calibrate, but cannot serve FP8 or NVFP4 natively")
     if sys.platform != "linux":
         hints.append("only Linux is tested")

@@ -134,7 +134,6 @@ def _found(check: CheckResult) -> str:
 
 
 def _plain(report: VerifyReport) -> str:
-    """What was checked of a Beam that is not quantized."""
     sums = report.check("checksums.tensors").status != "skip"
     rest = "structure and checksums" if sums else "structure"
     if report.source is not None:

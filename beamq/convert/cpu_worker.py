@@ -5,12 +5,11 @@ and the kernels' counts. A caller that already has the source's bytes (a forward
 them) passes them; a caller that does not know the input scales yet writes them later.
 
 Data moves in pieces of about 1 MiB that stay in the core's cache between reading, the kernel and
-writing (larger pieces where many threads run, see `piece_bytes`). FP8 needs nothing else. NVFP4
-needs the largest magnitude of the whole group before the first code. A group of up to `HELD_BYTES`
-(an expert's gate and up) is held in a buffer from a bounded pool. A larger one (a dense MLP's) is
-read twice, the second time from the page cache, because touching fresh memory costs more than a
-second copy. Every call that takes time releases the interpreter lock, so plain threads fill the
-cores. torch is not imported: that would take as long as converting 5 GB.
+writing (see `piece_bytes`). NVFP4 needs the largest magnitude of the whole group before the first
+code: a group of up to `HELD_BYTES` (an expert's gate and up) is held in a buffer from a bounded
+pool. A larger one (a dense MLP's) is read twice, the second time from the page cache, because
+touching fresh memory costs more than a second copy. Every call that takes time releases the
+interpreter lock, so plain threads fill the cores. torch, which takes long to import, is not used.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ HELD_BYTES = 64 << 20
 def piece_bytes(workers: int) -> int:
     """Bytes of a piece where so many threads convert.
 
-    Each piece takes the interpreter lock three to five times. Where sixteen threads want it, that
-    takes as long as reading 1 MiB (ADR 12). Few threads gain more from pieces that stay in cache.
-    What all threads hold stays below 512 MiB.
+    Each piece takes the interpreter lock three to five times, which for sixteen threads takes as
+    long as reading 1 MiB (ADR 12). What all threads hold stays below 512 MiB.
     """
     if workers <= MANY_WORKERS:
         return PIECE_BYTES
@@ -108,11 +106,9 @@ class CpuWorkerFactory:
         self._pool = BufferPool(memory, allocate=_anonymous, size=len, discard=mmap.mmap.close)
 
     def count(self, asked: int) -> int:
-        """All of them."""
         return asked
 
     def worker(self, context: JobContext) -> CpuWorker:
-        """See `WorkerFactory`."""
         return CpuWorker(self._checkpoint, self._pool, context, self._piece)
 
 

@@ -116,44 +116,31 @@ class DeviceLayout(NamedTuple):
 
 
 class Mark(Protocol):
-    """A place in the queue."""
+    """A place in the queue: after all that was queued before `record`. `wait` returns when the
+    queue has reached it."""
 
-    def record(self) -> None:
-        """Here: after all that was queued so far."""
-
-    def wait(self) -> None:
-        """Return when the queue has reached it."""
+    def record(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class GpuQueue(Protocol):
-    """Not shared between threads. Addresses are those of page-locked memory."""
+    """Work for a device, in order. Not shared between threads.
 
-    def using(self) -> AbstractContextManager[object]:
-        """Around everything that is queued."""
+    `using` is entered around everything that is queued. `host` makes page-locked memory, and
+    `locked` says whether an address is in such memory. `upload` (of `to.nbytes` bytes), `download`,
+    `nvfp4` (`gpu.nvfp4_group`) and `fp8` (`gpu.fp8_rows`) are queued; their host addresses are
+    those of page-locked memory. `drain` waits for all of it.
+    """
 
-    def host(self, nbytes: int) -> Bytes:
-        """New page-locked memory."""
-
-    def locked(self, address: int) -> bool:
-        """Whether memory is page-locked."""
-
-    def mark(self) -> Mark:
-        """A new mark, not recorded yet."""
-
-    def upload(self, to: Memory, source: int) -> None:
-        """Queue a copy of `to.nbytes` bytes from `source`, an address on the host."""
-
-    def download(self, to: int, source: Memory) -> None:
-        """Queue a copy to an address on the host."""
-
-    def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
-        """Queue `gpu.nvfp4_group`."""
-
-    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
-        """Queue `gpu.fp8_rows`."""
-
-    def drain(self) -> None:
-        """Wait for all that is queued."""
+    def using(self) -> AbstractContextManager[object]: ...
+    def host(self, nbytes: int) -> Bytes: ...
+    def locked(self, address: int) -> bool: ...
+    def mark(self) -> Mark: ...
+    def upload(self, to: Memory, source: int) -> None: ...
+    def download(self, to: int, source: Memory) -> None: ...
+    def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None: ...
+    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None: ...
+    def drain(self) -> None: ...
 
 
 class FirstLaunches:

@@ -4,16 +4,15 @@ In, out and errors are those of `CpuWorker`, byte for byte. A GPU only takes the
 cores, which then only move bytes.
 
 The one idea: no pipeline. Each worker thread has a stream, two chunks to read into and two to write
-from, and room on the device for the whole group of its job. So the source is read once and nothing
-on the host grows with a group. A worker reads a chunk while its last one is being uploaded, queues
-the kernels after the last chunk, and writes one chunk while the next is being downloaded. Enough
-such workers keep reading, both directions of the bus, kernels and writing busy at the same time
-without a scheduler. The global scale is computed on the device (`formats/kernels/gpu.py`), so a job
-waits once, between its last upload and its first written byte.
+from, and room on the device for the whole group of its job. It reads a chunk while its last one is
+being uploaded, queues the kernels after the last chunk, and writes one chunk while the next is
+being downloaded. Enough such workers keep reading, both directions of the bus, kernels and writing
+busy without a scheduler. The global scale is computed on the device (`formats/kernels/gpu.py`), so
+a job waits once, between its last upload and its first written byte.
 
-Worker threads share one interpreter, and taking its lock again is what a call that releases it
-costs most. So chunks are large, copies and marks keep the lock (`gpu_queue.CudaDriver`), and the
-small tensors of a job are written together.
+Workers share one interpreter, and a call that releases its lock pays to take it again. So chunks
+are large, copies and marks keep the lock (`gpu_queue.CudaDriver`), and the small tensors of a job
+are written together.
 
 Copied tensors, decoding, and groups that the kernels do not take (mixed dtypes) go to a
 `CpuWorker`. So does a job that holds NaN or infinity, to be refused with its place.
@@ -48,8 +47,7 @@ from beamq.io.shard_writer import OutputTensor, ShardWriter
 from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs, Work
 
-# Device layout: what a job takes on a GPU, and where each part of it lies. It follows from shapes
-# alone, so a run that cannot have the memory is refused before it begins.
+# Device layout: what a job takes on a GPU, and where. It follows from shapes alone.
 
 PART_BYTES = 64 << 20  # of FP8 rows on the device at a time
 MAX_FP8_K = 32_768
@@ -203,7 +201,6 @@ class GpuWorker:
         fallback: CpuWorker,
         context: JobContext,
     ) -> None:
-        """`fallback` has the same context."""
         self._checkpoint = checkpoint
         self._queue = queue
         self._pool = pool
@@ -364,10 +361,8 @@ class GpuWorker:
             yield waiting[1]
 
 
-# What the workers of one GPU share, and what they take of memory. On the host each worker has
-# `SLOT_BYTES` of page-locked chunks. On the device a pool has room for what all workers have in
-# hand: `DEVICE_BYTES` or twice the largest group, less where less is free. Both are bounds; a run
-# that cannot have them is refused before it begins.
+# What the workers of one GPU take of memory: `SLOT_BYTES` of page-locked chunks each, and a common
+# pool on the device of `DEVICE_BYTES` or twice the largest group, less where less is free.
 
 DEVICE_BYTES = 2 << 30
 MAX_WORKERS = 16  # 29 threads were slower than 16: they wait for the interpreter
@@ -410,6 +405,5 @@ class GpuWorkerFactory:
         return max(1, min(asked, MAX_WORKERS, self._memory // SLOT_BYTES))
 
     def worker(self, context: JobContext) -> GpuWorker:
-        """See `WorkerFactory`."""
         queue, fallback = CudaQueue(self._device, self._first), self._cpu.worker(context)
         return GpuWorker(self._checkpoint, queue, self._pool, fallback, context)

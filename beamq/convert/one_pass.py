@@ -6,19 +6,17 @@ scales come (`OnePass`). The output has the same bytes as `calibrate` followed b
 
 The one idea: the codes of a weight do not depend on the calibration, only its `input_scale` does.
 The forward pass reads a layer once, `StreamingConverter` converts it from the same buffers, and the
-input scales are written when the layer's last sample has left it. What the forward pass never reads
-(the head, the last norm, tensors that are not Beam's) is left to the scheduler, and so are earlier
-layers of a resumed run whose shards were not finished.
+input scales are written when the layer's last sample has left it. The scheduler converts what the
+forward pass never reads (the head, the last norm, tensors that are not Beam's), and the unfinished
+shards of a resumed run's earlier layers.
 
-Where the recipe rounds experts by their inputs (GPTQ), the pass itself rounds them, layer by layer,
-from the weights it holds, and `ExpertWriter` writes them. The pass saves its state in the output's
-state folder, so a killed run goes on from the last layer saved there. It starts again if the saved
-state is past rounded experts that are not durable yet.
+Where the recipe rounds experts by their inputs (GPTQ), the pass rounds them, layer by layer, and
+`ExpertWriter` writes them. A killed run goes on from the last layer whose state is saved in the
+output's state folder, or starts again if rounded experts before it are not durable yet.
 
-Under torchrun the pass runs with experts split over ranks. Where experts are rounded, each rank
+Under torchrun the experts of the pass are split over ranks. Where experts are rounded, each rank
 writes those it has, into shards of any rank, and streams everything else of its own shards.
-Otherwise the conversion comes after the pass, split by shards: the experts of a shard have passed
-through other ranks by then, so the source is read twice.
+Otherwise the conversion comes after the pass, split by shards, and reads the source a second time.
 """
 
 from __future__ import annotations
@@ -166,9 +164,9 @@ class OnePass(InputScaleProvider):
 def _waiting_nbytes(plan: Plan, dtype: str) -> int:
     """Upper bound of the buffers that `StreamingConverter` adds: members waiting for partners.
 
-    Only members that are cast on loading have buffers of their own. Partners are neighbours in the
-    loader's list, which is dealt out in `TAP_PLACES` stretches: of the experts, one group waits for
-    each stretch and each reader; of all else, one of each kind in a layer.
+    Only members that are cast on loading have buffers of their own. The loader's list is dealt out
+    in `TAP_PLACES` stretches: of the experts, one group waits for each stretch and each reader; of
+    all else, one of each kind in a layer.
     """
     from beamq.model.loader import TAP_PLACES, reader_count  # torch, only where a model runs
 
@@ -209,10 +207,9 @@ class StreamingConverter:
 
     In: every tensor that the loader reads, as stored (`tap`), and a layer's input scales once its
     statistics are complete (`finish_layer`). A job runs in the thread that brings its last member,
-    on the core whose cache holds it (or on the GPU, straight from the page-locked buffers that the
-    pass itself uploads from). It ends when its four-byte scales are written, a layer later. So
-    reading and converting layer L + 1 overlap the forward pass of layer L. Progress follows the
-    pass, which takes the time: bytes of a layer count as its batches pass it (`passed`).
+    on the core whose cache holds it (or on the GPU, from the pass's page-locked buffers). It ends
+    when its input scales are written, a layer later. So reading and converting layer L + 1 overlap
+    the forward pass of layer L. Bytes of a layer count as its batches pass it (`passed`).
 
     `done` has the `Job.index` of each finished job.
     """
@@ -230,8 +227,7 @@ class StreamingConverter:
         self._lock = threading.Lock()
         self._thread = threading.local()
         # Members wait here for their partners (gate for up; q, k, v for the attention gate), in
-        # the loader's buffers: partners are loaded together, so their buffers live until all of
-        # them are read. Only what is cast on loading has a buffer of its own.
+        # the loader's buffers, which live until all partners are read.
         self._held: dict[int, dict[int, memoryview]] = {}
         self._unscaled: dict[int, list[tuple[Job, JobResult]]] = {}  # by layer
         self._converted: Counter[int] = Counter()  # source bytes by layer
@@ -319,12 +315,10 @@ class ExpertWriter:
     In: scale groups as `calib.expert_rounding` makes them (`put`), and a layer's input scales
     (`finish_layer`). Out: their bytes in the shards, and results for the owners of the shards.
 
-    The one idea: every byte has its place before the run, so a process may write into a shard that
-    is not its own. Both shards and experts belong to ranks, but by different rules. So the owners
-    create their shards first, and each rank then writes the experts it has rounded into whichever
-    shards they belong to. At the layer's end it makes these bytes durable and sends the owners the
-    checksums; the owner of a shard records and renames it when all of it is in. With one process
-    nothing is exchanged. Limit: all processes see one output folder, as they must anyway.
+    The one idea: every byte has its place before the run, so a rank may write into the shards of
+    others. The owners create their shards first, and each rank writes the experts that it rounds.
+    At the layer's end it makes these bytes durable and sends the owners the checksums; the owner
+    of a shard records and renames it when all of it is in. All ranks see one output folder.
 
     `wanted` has, by layer, the groups still to be rounded, the same at every rank. `done` has the
     `Job.index` of each finished job of this rank's shards.

@@ -80,10 +80,10 @@ def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
 
 
 class Claim:
-    """The output folder, made and locked for one run. `release` when the run ends.
+    """The output folder, made and locked for one run, until `release`, which removes folders that
+    were made for the run and are empty.
 
-    Raises what `check` raises, and `DiskError` where the folder cannot be made. Folders that were
-    made for the run and have nothing in them when it ends are removed again.
+    Raises what `check` raises, and `DiskError` where the folder cannot be made.
     """
 
     def __init__(self, output: Path, *, resume: bool, overwrite: bool) -> None:
@@ -101,7 +101,6 @@ class Claim:
             raise
 
     def release(self) -> None:
-        """Unlock."""
         if self._lock is not None:
             self._lock.release()
         for folder in self._made:

@@ -3,13 +3,12 @@
 In: a plan's work and the user's limits. Out: the workers of the run, or the error that would
 otherwise come later.
 
-The device. `cpu` and `cuda[:N]` are orders; a GPU that cannot convert is then an error. `auto` is
-the GPU where there is one that can, and where it saves more time than its start takes. It saves
-0.15 s of one core for each GB of source, 0.9 s where block scales are swept; torch, the driver's
-context and the kernels take some 8 s to start. With the sweep a GPU pays from 140 GB on for 16
-cores and from 18 GB on for two. A run that calibrates has its GPU up already and converts there.
-Whether there is a GPU is asked of the driver, so that a machine without one does not import torch
-to find out. Under torchrun `auto` and `cuda` are one GPU for each rank of a machine.
+The device. A GPU named by `cuda[:N]` that cannot convert is an error. `auto` is a GPU that can,
+where it saves more time than its start takes. It saves 0.15 s of one core for each GB of source,
+0.9 s where block scales are swept; torch, the driver's context and the kernels take some 8 s to
+start. With the sweep a GPU pays from 140 GB on for 16 cores and from 18 GB on for two. A run that
+calibrates has its GPU up already and converts there. The driver is asked first, so that a machine
+without a GPU does not import torch. Under torchrun each rank of a machine has a GPU of its own.
 """
 
 from __future__ import annotations
@@ -145,8 +144,7 @@ def check_memory(work: Work, budget: int) -> None:
 def check_address_space(work: Work, workers: int, budget: int) -> None:
     """Raise `MemoryBudgetError` if a limit on address space (`ulimit -v`) leaves too little.
 
-    Buffers could fail one by one, but a thread that cannot start for want of memory dies without a
-    word, and the thread that started it waits for ever.
+    A thread that cannot start for want of memory dies silently, and its starter waits for ever.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)

@@ -5,12 +5,11 @@
 In: a `Conversion`, that is, a plan's work, the factory of the workers that do it, and what comes
 last (`finalise`); both directions, quantize and dequantize, are one. Out: the output folder.
 
-The one idea: nothing but the jobs needs to be scheduled. Worker threads take jobs in plan order, a
-few shards at a time (`Scheduler`), so that reading is sequential and few shards are open at once.
-While workers convert, the kernel reads the next jobs ahead (or their shards are fetched from the
-Hub) and `OpenShards` makes whole shards durable: network, disk, cores and memory overlap without
-any buffers of ours between them. The first failure stops all threads between two pieces; finished
-shards stay recorded, unfinished ones keep their temporary names.
+The one idea: only the jobs are scheduled. Worker threads take jobs in plan order, a few shards at a
+time (`Scheduler`), so that reading is sequential and few shards are open at once. Meanwhile the
+kernel reads the next jobs ahead (or their shards are fetched from the Hub) and `OpenShards` makes
+whole shards durable. The first failure stops all threads between two pieces; finished shards stay
+recorded, unfinished ones keep their temporary names.
 """
 
 from __future__ import annotations
@@ -316,11 +315,10 @@ def queue_count(workers: int, *, remote: bool) -> int:
 class Scheduler:
     """Hands out the places of jobs in `jobs`: a few shards at a time, each from front to back.
 
-    Writing takes the lock of the file that is written to, so workers that fill one shard wait for
-    each other. So there are several queues: shards are dealt out to them in turn, a worker takes
-    from its own queue, and from the longest one when its own is empty. With one queue the order is
-    the plan's. A remote source needs that (its shards are fetched in that order), and it suits two
-    workers best (they seldom wait for each other, and read in sequence). Shared by threads.
+    Workers that write to one file wait for each other. So shards are dealt out to several queues in
+    turn; a worker takes from its own, and from the longest one when its own is empty. One queue
+    keeps the plan's order, in which a remote source's shards are fetched; it also suits two workers
+    best. Shared by threads.
     """
 
     def __init__(self, jobs: Sequence[Job], *, workers: int, queues: int) -> None:
@@ -380,9 +378,8 @@ COMPARE_BYTES = 1 << 22
 def check_small_tensors(checkpoint: Checkpoint, work: Work) -> None:
     """Raise `TensorError` for a non-finite value in a small tensor, or for untied tied heads.
 
-    Large weights are checked as they stream by: reading a terabyte twice would double the run.
-    Norms, biases, routers and tied heads are read here, so that a broken norm in the last layer is
-    found in the first second.
+    So a broken norm in the last layer is found in the first second. Large weights are checked as
+    they are converted.
     """
     small = []
     for job in work.jobs:
