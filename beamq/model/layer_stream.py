@@ -16,11 +16,13 @@ what an allocator reserves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,7 +30,6 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, classify
 from beamq.errors import MemoryBudgetError
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.io.read_ahead import read_ahead
 from beamq.io.source import Prefetch
 from beamq.model.gemm.backend import CHUNK_ELEMENTS
 from beamq.model.layer import LayerWeights, SparseMlp
@@ -40,6 +41,7 @@ from beamq.units import show_bytes
 EMBEDDING = "model.embed_tokens.weight"
 
 Unit = LayerWeights | ExpertSlice
+Loaded = TypeVar("Loaded")
 _UNITS = 2  # one in use, one read ahead
 _FP32 = 4
 
@@ -268,3 +270,26 @@ def experts_per_slice(
             f" {show_bytes(least)} are needed; allow more, or shorten the batches"
         )
     return int(count)
+
+
+def read_ahead(loads: Iterable[Callable[[], Loaded]], *, depth: int = 1) -> Iterator[Loaded]:
+    """Yield each load's result in order, up to `depth` of them loaded ahead (0: none, no thread).
+
+    One background thread loads, so memory is set by the size of a unit, not by their number. Raises
+    what a load raises, when its turn comes. A consumer that stops early stops the loads.
+    """
+    if depth < 1:
+        for load in loads:
+            yield load()
+        return
+    pool = ThreadPoolExecutor(1, thread_name_prefix="beamq-read-ahead")
+    ahead: deque[Future[Loaded]] = deque()
+    try:
+        for load in loads:
+            ahead.append(pool.submit(load))
+            if len(ahead) > depth:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -186,7 +186,7 @@ class Recipe:
 def load_recipe(name_or_path: str) -> Recipe:
     """A built-in recipe by name, or a YAML file by path. Raises `RecipeError`."""
     if name_or_path in BUILT_IN:
-        text = resources.files("beamq.recipes").joinpath(f"{name_or_path}.yaml").read_text()
+        text = resources.files("beamq").joinpath(f"recipes/{name_or_path}.yaml").read_text()
         return _from_yaml(text, name_or_path)
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from beamq.io.read_ahead import read_ahead
+from beamq.model.layer_stream import read_ahead
 
 
 class Unit:
