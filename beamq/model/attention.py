@@ -3,13 +3,12 @@
 In: the layer's normed input `x_TK` and a `SequenceLayout` that says where each sequence begins.
 Out: the attention sublayer's output [T, K].
 
-The one idea: padding never enters. A batch is packed tokens plus lengths, so no mask is needed to
-separate samples, every GEMM works on real tokens only, and positions count from 0 in each sequence.
-Two cases are left: plain causal attention (SDPA's `is_causal`), or a window of W keys. The window
-is computed in blocks: the first W queries are plain causal; each further block of W queries meets
-the block of keys before it and its own, [W, 2W] with one fixed band mask, so the cost is O(T W) and
-not O(T^2). There, query heads that share a KV head are stacked along the query axis, which gives
-grouped-query attention without copies of K and V.
+The one idea: padding never enters. A batch is packed tokens plus lengths, so every GEMM works on
+real tokens only, and positions count from 0 in each sequence. Two cases are left: plain causal
+attention (SDPA's `is_causal`), or a window of W keys, computed in blocks. The first W queries are
+plain causal; each further block of W queries meets the block of keys before it and its own, [W, 2W]
+with one fixed band mask, so the cost is O(T W) and not O(T^2). There, query heads that share a KV
+head are stacked along the query axis, so that K and V are not copied.
 
 Rounding points are those of transformers' Beam in the activation dtype: after each projection,
 after the head norm, after RoPE or the query scale (both computed in FP32), after the softmax's

@@ -3,8 +3,7 @@
 In: a checkpoint and token ids [B, T], padded or not. Out: FP32 logits [B, T, V].
 
 The one idea: padding is removed before anything is computed and put back at the end, as zeros. Rows
-are packed into batches of a bounded number of tokens, which bounds activations; only the hidden
-states and the logits themselves grow with the request.
+are packed into batches of a bounded number of tokens, which bounds activations.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ In: the normed input `x_TK` of packed tokens. Out: the expert sum in the activat
 `routed_scaling_factor`.
 
 The one idea: choices are sorted by expert once, so that each projection is one grouped GEMM, and
-each token's contributions are added in FP32 in ascending order of expert. That order does not
-depend on how the experts are cut into slices: a layer whose experts pass through the device in
-slices gives the same bits as one held whole.
+each token's contributions are added in FP32 in ascending order of expert. So a layer whose experts
+pass through the device in slices gives the same bits as one held whole.
 
 The router is FP32 throughout (weight, input, logits, sigmoid, bias). `e_score_correction_bias`
 enters the choice only; a group's score is the sum of its two best experts; ties are decided by

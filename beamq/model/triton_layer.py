@@ -5,11 +5,9 @@ same rounding points, in one pass over memory instead of one for each operation.
 
 `gated_attention` takes the fused projection [T, (q | k | v | gate) heads * D] and returns [T, heads
 * D], ready for `o_proj`. One kernel norms q and k and applies positions; a second one computes
-attention and gates it. The plain path writes every intermediate of q, k and the gate to memory, in
-FP32 where positions are applied. All sequences of a batch share one launch, whatever their lengths.
-A tile of queries meets exactly the keys of its window: blocks of keys inside it need no mask, those
-at its edges do. Probabilities are rounded to BF16 before the product with v, as in every flash
-kernel.
+attention and gates it. All sequences of a batch share one launch, whatever their lengths. A tile of
+queries meets exactly the keys of its window: blocks of keys inside it need no mask, those at its
+edges do. Probabilities are rounded to BF16 before the product with v, as in every flash kernel.
 
 `close_sublayer` is a norm, two products and a sum. `add_experts` adds each token's expert outputs
 in ascending order of expert, in FP32, so that slices of experts change no bit.

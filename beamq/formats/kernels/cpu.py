@@ -6,9 +6,8 @@ In:  bytes-like buffers (bytes, bytearray, memoryview, mmap, NumPy arrays) at an
 Out: bytes equal to those of formats/nvfp4.py and formats/fp8.py, and small records of counts.
 
 The C extension `_cpu` does the work and releases the GIL, so threads scale over chunks of rows.
-Where it could not be built, `torch_twin` computes the same with plain torch, some fifty times
-slower. `BACKEND` says which is in use; BEAMQ_CPU_KERNELS=torch chooses the plain torch twin,
-BEAMQ_CPU_KERNELS=c insists on the extension.
+Where it could not be built, `torch_twin` computes the same, some fifty times slower. `BACKEND` says
+which is in use; BEAMQ_CPU_KERNELS, "torch" or "c", insists on one of them.
 
 Every function raises ValueError, before it writes anything, for a size, dtype or k that does not
 fit: a defect of the caller. Non-finite values are counted and never raised, since only the caller

@@ -291,9 +291,9 @@ def _words(t: torch.Tensor) -> torch.Tensor:
 #      `RESULT_NBYTES` zeros.
 # Out: codes and scales; in `info` a `KernelResult`, for one copy to the host.
 #
-# The global scale of a group is computed on the device: fetching the largest magnitude to compute
-# it on the host would stop the stream of copies and kernels for each of 25,000 groups. It is one
-# IEEE division, so its bits are those of `cpu.nvfp4_global_scale`, which the caller compares.
+# The global scale of a group is computed on the device: computing it on the host would stop the
+# stream of copies and kernels for each of 25,000 groups. It is one IEEE division, so its bits are
+# those of `cpu.nvfp4_global_scale`, which the caller compares.
 #
 # Kernels get bare addresses, because making a view of a tensor needs the interpreter, of which
 # conversion has no time to spare (convert/gpu_queue.py). They run in the current stream.

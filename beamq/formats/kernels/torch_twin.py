@@ -1,9 +1,8 @@
 """The plain torch twin of the CPU kernels: the same functions over raw buffers.
 
-In and out as in `_cpu` (cpu.py chooses between the two and documents both): buffers, dtype names,
-plain tuples of numbers, ValueError for a size that does not fit. It is slow and has two uses: it
-runs where no compiler was found at install time, and tests compare the C code with it, so with
-formats/nvfp4.py and formats/fp8.py.
+In and out as in `_cpu` (cpu.py chooses between the two and documents both). It is slow and has two
+uses: it runs where no compiler was found at install time, and tests compare the C code with it, so
+with formats/nvfp4.py and formats/fp8.py.
 
 Limits: sums of squares may differ from the C code's in the last bits, because the order of
 addition differs. Everything else is equal.

@@ -7,8 +7,7 @@ quack multiply them one by one.
 quack-kernels (Apache-2.0) is an optional extra, imported at the first product. It brings NVIDIA's
 CuTe DSL (nvidia-cutlass-dsl, under NVIDIA's own licence), which compiles its kernels then. Its call
 for many groups is not used: it takes one global scale for each side, while every expert has its
-own, and it wants the scales of group g at tile offsets[g] // 128 + g, where `padded_rows` does not
-put them.
+own, and wants the scales of group g at tile offsets[g] // 128 + g, unlike `padded_rows`.
 
 Limits: no NVFP4 call of this file has been run on the hardware it is for (Blackwell). quack-kernels
 0.6.5 accepted the arguments and compiled for sm_120 and sm_121, with no GPU to run on. In tests

@@ -11,14 +11,11 @@ In: activations `x_TK` in the activation dtype and a weight. Out: `y_TN` in the 
 The one idea: E4M3 values, and products E2M1 x E4M3 (6 significant bits, at most 2688), are exact
 in BF16, and so are their pairwise products in FP32. A plain GEMM of decoded operands with FP32
 accumulation, scaled afterwards, is therefore what an FP8 or FP4 tensor core computes, up to the
-order of FP32 sums. Folding a global scale into the operand would lose that; nothing is folded.
-On a CPU the operands are decoded to FP32 (its BF16 GEMM would round the sum before the scales);
-on CUDA to BF16 with an FP32 result.
+order of FP32 sums. On a CPU the operands are decoded to FP32 (its BF16 GEMM would round the sum
+before the scales); on CUDA to BF16 with an FP32 result. All experts of a layer share one
+`input_scale`, the maximum over them, as the serving engines do.
 
-All experts of a layer share one `input_scale`, the maximum over them, as the serving engines do.
-
-Limits: weights are decoded at every call and never cached, so memory stays that of the stored
-format.
+Limits: weights are decoded at every call, so memory stays that of the stored format.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ In: a name. Out: a `Gemm`.
                   faster, error 2.0e-3 to 3.9e-3 instead of 1.7e-3
 
 The one idea: a back end is used for an operation only after it passed its check (check.py) on this
-device. `reference` is never refused and always last. It also serves calls that no back end takes:
-activations that are not BF16, and widths that are not multiples of 16.
+device. `reference` is never refused. It also serves calls that no back end takes: activations that
+are not BF16, and widths that are not multiples of 16.
 
 Experts are processed in ranges of at most `CHUNK_BYTES` of input rows, so that the tensors between
 the two GEMMs stay small compared with the layer's weights.

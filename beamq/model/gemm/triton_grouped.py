@@ -9,12 +9,12 @@ one per output. NVFP4, whose codes times block scales are exact in BF16, has its
 
 Tiles: the output is cut into tiles of rows that never span two experts. A table lists them: int32
 [1 + n, 3], first the number of tiles, then for each its expert, its first row and the end of its
-expert's rows. As many programs as the GPU has multiprocessors walk through the table, one expert's
-tiles after another, so that its weights pass through the L2 cache once. Where only the device knows
-the offsets (`ExpertRows`), the table is made there, with room for as many tiles as there can be.
+expert's rows. As many programs as the GPU has multiprocessors walk through it, one expert's tiles
+after another, so that its weights pass through the L2 cache once. Where only the device knows the
+offsets (`ExpertRows`), the table is made there, with room for as many tiles as there can be.
 
 With `swiglu`, a program computes the same columns of gate and of up, rounds both to BF16 as the
-unfused layer does, and writes their product, so the widest intermediate of a layer never exists.
+unfused layer does, and writes their product.
 
 FP8 sums: the tensor cores of Hopper keep some 14 bits while adding products. Unless `fast`, partial
 sums of 128 products are added in FP32 outside the tensor cores.
