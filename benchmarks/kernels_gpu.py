@@ -55,7 +55,6 @@ def measure(stack: int, n: int, k: int) -> dict[str, tuple[float, int]]:
         "fp8 rows": ([eight(w, q) for w, q in zip(sources, eights, strict=True)], eight_bytes),
         "amax": (each(gpu.amax, sources), values * 2),
         "nvfp4 decode": (each(gpu.nvfp4_dequantize, fours), four_bytes),
-        "fp8 decode": (each(lambda pair: gpu.fp8_dequantize_rows(*pair), eights), eight_bytes),
         "copy": (
             [partial(out.copy_, w) for w, out in zip(sources, copies, strict=True)],
             values * 4,

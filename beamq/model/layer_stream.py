@@ -130,17 +130,15 @@ class LayerStream:
         layers: Sequence[int] | None = None,
         slice_experts: int | None = None,
         experts: range | None = None,
-        ahead: int = 1,
     ) -> None:
         self.loader = loader
         self.config = loader.config
         self.layers = range(loader.config.num_layers) if layers is None else layers
         self._slice = slice_experts
         self._own = range(loader.config.num_experts) if experts is None else experts
-        self._ahead = ahead
 
     def __iter__(self) -> Iterator[tuple[int, LayerWeights]]:
-        for _, index, weights in in_turns((self,), ahead=self._ahead):
+        for _, index, weights in in_turns((self,)):
             yield index, weights
             del weights  # before the next one is loaded, or two would be alive
 
@@ -178,12 +176,12 @@ class LayerStream:
 
 
 def in_turns(
-    streams: Sequence[LayerStream], *, ahead: int = 1
+    streams: Sequence[LayerStream],
 ) -> Generator[tuple[int, int, LayerWeights], None, None]:
     """(place, layer, weights): the first layer of each stream, then the second of each, and so on.
 
-    At most `ahead` units are loaded besides those in use, however many models there are. All
-    streams must have the same number of layers.
+    At most one unit is loaded besides those in use, however many models there are. All streams must
+    have the same number of layers.
     """
     turns = [
         (place, index)
@@ -191,7 +189,7 @@ def in_turns(
         for place, index in enumerate(layers)
     ]
     loads = (load for place, index in turns for load in streams[place].loads(index))
-    units = read_ahead(loads, depth=ahead)
+    units = read_ahead(loads, depth=1)
     with short_turns(any(stream.loader.device.type == "cuda" for stream in streams)):
         for place, index in turns:
             weights, rest = streams[place].take(index, units)

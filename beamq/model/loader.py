@@ -208,7 +208,6 @@ class LayerLoader:
         dtype: torch.dtype,
         device: torch.device,
         tap: Tap | None = None,
-        readers: int | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.config = config
@@ -216,7 +215,7 @@ class LayerLoader:
         self.device = device
         self._tap = tap
         self._declared = _declared_formats(checkpoint)
-        self._pool = ThreadPoolExecutor(readers or reader_count(), thread_name_prefix="beamq-read")
+        self._pool = ThreadPoolExecutor(reader_count(), thread_name_prefix="beamq-read")
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -179,9 +179,6 @@ def test_fp8_rows(gpu, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     wanted_codes, wanted_scale = fp8.quantize_rows(w.to(dtype))
     assert torch.equal(scale.cpu(), wanted_scale)
     assert torch.equal(bits(codes), bits(wanted_codes))
-    for out in (torch.bfloat16, torch.float32):
-        wanted = fp8.dequantize_rows(wanted_codes, wanted_scale, out)
-        assert torch.equal(gpu.fp8_dequantize_rows(codes, scale, out).cpu(), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -175,25 +175,6 @@ def _launch_fp8(arrays: tuple[Any, ...], rows: int, k: int, *, swiglu: bool) -> 
     )
 
 
-def fp8_dequantize_rows(
-    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """`fp8.dequantize_rows`: [..., K] values in `dtype`."""
-    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    k = codes.shape[-1]
-    if out.numel():
-        chunk = _chunk(k)
-        triton_fp8.dequantize_rows_kernel[(codes.numel() // k,)](
-            codes.contiguous(),
-            scale.to(torch.float32).contiguous(),
-            out,
-            K=k,
-            CHUNK=chunk,
-            num_warps=_warps(chunk),
-        )
-    return out
-
-
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up in FP32, rounded once; [S, 2I] -> [S, I]."""
     _check(gate_up)

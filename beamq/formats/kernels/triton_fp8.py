@@ -1,6 +1,6 @@
 """FP8 rows on NVIDIA GPUs: Triton kernels that give the bytes of formats/fp8.py; SwiGLU.
 
-In:  rows of K values in BF16, F16 or FP32. Out: E4M3 codes [N, K] and FP32 scales [N]; or values.
+In:  rows of K values in BF16, F16 or FP32. Out: E4M3 codes [N, K] and FP32 scales [N].
 
 The one idea: a program owns a row and keeps it in registers between its two uses, the maximum and
 the codes, so each byte crosses the memory bus once. A row is a tuple of chunks whose length is a
@@ -118,27 +118,6 @@ def quantize_rows_kernel(
         tl.atomic_add(counts, 1, sem="relaxed")
     if amax == 0:
         tl.atomic_add(counts + 1, 1, sem="relaxed")
-
-
-@triton.jit
-def dequantize_rows_kernel(
-    codes: tl.tensor, scales: tl.tensor, out: tl.tensor, K: tl.constexpr, CHUNK: tl.constexpr
-) -> None:
-    """fl(code * scale), rounded once more to `out`'s dtype; one row a program."""
-    index = tl.program_id(0).to(tl.int64)
-    scale = tl.load(scales + index)
-    lane = tl.arange(0, CHUNK)
-    codes += index * K
-    out += index * K
-    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
-    for i in tl.static_range(CHUNKS):
-        at = i * CHUNK + lane
-        if (i + 1) * CHUNK <= K:
-            value = tl.load(codes + at).to(tl.float32) * scale
-            tl.store(out + at, value.to(out.dtype.element_ty))
-        else:
-            value = tl.load(codes + at, mask=at < K, other=0.0).to(tl.float32) * scale
-            tl.store(out + at, value.to(out.dtype.element_ty), mask=at < K)
 
 
 @triton.jit
