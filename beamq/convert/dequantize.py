@@ -53,23 +53,19 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
     if manifest is None:
         return 0
     recorded = manifest.tensors
-    sums = SumReader(checkpoint, manifest.algorithm)
-    gone = [name for name in recorded if name not in checkpoint.tensors]
-
-    def differs(name: str) -> bool:
-        return sums.sums([checkpoint.tensors[name]]) != {name: recorded[name]}
-
-    names = [name for name in recorded if name in checkpoint.tensors]
+    stored = [[checkpoint.tensors[name]] for name in recorded if name in checkpoint.tensors]
+    found: dict[str, str] = {}
     with ThreadPoolExecutor(max_workers=workers) as pool:
-        found = list(pool.map(differs, names))
-    bad = gone + [name for name, wrong in zip(names, found, strict=True) if wrong]
+        for sums in pool.map(SumReader(checkpoint, manifest.algorithm).sums, stored):
+            found.update(sums)
+    bad = [name for name, digest in recorded.items() if found.get(name) != digest]
     if bad:
         raise CheckpointError(
             f"{checkpoint.label}: {counted(len(bad), 'tensor is', 'tensors are')} not the bytes"
             f" that {MANIFEST_NAME} records: {few(bad)}; `beamq verify` tells more, make or fetch"
             " the checkpoint again"
         )
-    return len(names)
+    return len(recorded)
 
 
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")

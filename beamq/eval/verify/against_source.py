@@ -2,14 +2,11 @@
 
 In: the checkpoint's `Folder`, its `Inventory`, and an opened source. Out: the source range of each
 stored weight (packed 3-D experts are cut into rows), and findings under `source.accounted`,
-`source.config` and `source.files`. Reads headers and the small companion files, no weights.
+`source.config` and `source.files`. Reads headers and small files; a broken source is an exception.
 
 A folder that was dequantized has a quantized source. `DecodedCheckpoint` gives the values that this
-source decodes to, so that such a folder can be compared bit for bit like a copy. The kernels decode
-(FP32 products of code and scales, rounded to BF16 once); `values.second-opinion` checks that other
-libraries agree with them.
-
-The source is the caller's input: if it is broken, that is an exception.
+source decodes to (FP32 products of code and scales, rounded to BF16 once), so that such a folder
+can be compared bit for bit like a copy.
 """
 
 from __future__ import annotations

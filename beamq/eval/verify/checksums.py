@@ -1,8 +1,7 @@
 """Checksums alone: is every byte of a folder the one that was written?
 
-In: a `Folder` whose beamq.json lists checksums. Out: findings under `checksums.*`. No value is
-judged, no engine is simulated and no other library is asked: this is the check for a copy that
-crossed a network or lay on a disk for a year, at the speed of reading.
+In: a `Folder` whose beamq.json lists checksums. Out: findings under `checksums.*`. Nothing else is
+judged: this is the check for a copy, at the speed of reading.
 
 Work items are runs of neighbouring tensors of a few MiB, read at once, or one larger tensor, read
 in pieces; `Readers` shares them out. A shard's checksum is made from its header and from the
@@ -193,20 +192,20 @@ def _runs(folder: Folder) -> Iterator[list[TensorSpec]]:
             yield run
 
 
-class SumReader:
-    """Makes the checksums of one pass; buffers are per thread."""
+class SumReader(threading.local):
+    """Makes the checksums of one pass; each thread gets its own buffer."""
 
     def __init__(self, checkpoint: Checkpoint, algorithm: str) -> None:
         self._checkpoint = checkpoint
         self._algorithm = algorithm
-        self._buffers = threading.local()
+        self._buffer = memoryview(bytearray(RUN_BYTES))
 
     def sums(self, run: Sequence[TensorSpec]) -> dict[str, str]:
         """Checksums of neighbouring tensors. Raises `CheckpointError`, `DiskError`."""
         first, last = run[0], run[-1]
         if first.nbytes > RUN_BYTES:
             return {first.name: self._large(first)}
-        view = self._buffer()[: last.offset + last.nbytes - first.offset]
+        view = self._buffer[: last.offset + last.nbytes - first.offset]
         self._checkpoint.source.read(first.file, first.offset, view, first.name)
         found = {}
         for spec in run:
@@ -219,13 +218,7 @@ class SumReader:
     def _large(self, spec: TensorSpec) -> str:
         checksum = new_checksum(self._algorithm)
         for start in range(0, spec.nbytes, RUN_BYTES):
-            view = self._buffer()[: min(RUN_BYTES, spec.nbytes - start)]
+            view = self._buffer[: min(RUN_BYTES, spec.nbytes - start)]
             self._checkpoint.read_into(spec, view, start)
             checksum.update(view)
         return checksum.hexdigest()
-
-    def _buffer(self) -> memoryview:
-        buffers: dict[str, bytearray] = self._buffers.__dict__
-        if "run" not in buffers:
-            buffers["run"] = bytearray(RUN_BYTES)
-        return memoryview(buffers["run"])

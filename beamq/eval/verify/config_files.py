@@ -2,10 +2,9 @@
 
 In: a `Folder`. Out: findings under `config.*` and `engine.*`.
 
-Two questions are asked. Do the files have exactly the form that vLLM 0.33, SGLang 0.5.23 and
-transformers read in the same way? And would each engine, by its own matching rules
-(engine_rules.py), build as quantized exactly the modules that have scales? The second question
-decides; the first names the cause when the answer is no.
+Do the files have the form that vLLM 0.33, SGLang 0.5.23 and transformers read in the same way? And
+would each engine, by its own rules (engine_rules.py), build as quantized exactly the modules that
+have scales? The second question decides; the first names the cause when the answer is no.
 """
 
 from __future__ import annotations

@@ -70,8 +70,7 @@ def check_forward(
         names = [name for name, check in CHECKS.items() if check.level == "forward"]
         ledger.skip("the model does not run; see forward.runs", *names)
         return
-    limits = limits_for(manifest, *stored_units(opened))
-    _record(findings, limits, ledger)
+    _record(findings, limits_for(manifest, *stored_units(opened)), ledger)
 
 
 def _set_up(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOptions]:
@@ -82,11 +81,8 @@ def _set_up(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOpt
         (), source.root, samples=SAMPLES, sequence_length=length, seed=0, split="evaluation"
     )
     device = choose_device("auto", ranks)
-    options = StreamOptions(
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        device=device,
-        gemm=select_gemm("reference"),
-    )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    options = StreamOptions(dtype=dtype, device=device, gemm=select_gemm("reference"))
     return data.input_ids, options
 
 

@@ -40,9 +40,8 @@ def choose_sample(linears: Sequence[Linear], count: int) -> list[Linear]:
         kinds.setdefault((linear.role.role, linear.role.proj), linear)
     chosen = {linear.module: linear for linear in list(kinds.values())[:count]}
     spread = count - len(chosen)
-    for i in range(spread):
-        linear = linears[(2 * i + 1) * len(linears) // (2 * spread)]
-        chosen[linear.module] = linear
+    evenly = (linears[(2 * i + 1) * len(linears) // (2 * spread)] for i in range(spread))
+    chosen.update((linear.module, linear) for linear in evenly)
     return list(chosen.values())
 
 

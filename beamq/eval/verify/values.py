@@ -6,10 +6,8 @@ error of each role.
 
 A work item is one quantized linear with its scales, or one tensor stored as it is; `Readers`
 shares the items out. Within an item, pieces of about 1 MiB pass through checksum, scan and
-comparison while they are in the CPU's cache, so memory does not grow with a tensor. Every step
-releases the interpreter lock. Outcomes are recorded in file order, whichever thread or rank they
-come from, so the order of faults and the last bits of the errors are always the same. torch is not
-needed.
+comparison while they are in the CPU's cache. Every step releases the interpreter lock. Outcomes are
+recorded in file order, so faults and errors do not depend on threads or ranks. No torch.
 """
 
 from __future__ import annotations
@@ -53,11 +51,6 @@ class Item:
         """Bytes to read, source included."""
         parts = self.linear.parts.values() if self.linear else (self.spec,)
         return sum(p.nbytes for p in parts) + (self.source.nbytes if self.source else 0)
-
-    @property
-    def place(self) -> tuple[str, int, int]:
-        """File, offset there, and `nbytes`."""
-        return self.spec.file, self.spec.offset, self.nbytes
 
 
 @dataclass(slots=True, kw_only=True)
@@ -323,7 +316,6 @@ class Examiner:
         return outcome
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
-        """A reusable buffer of this thread."""
         buffers: dict[str, bytearray] = self._buffers.__dict__
         if len(buffers.get(name, b"")) < nbytes:
             buffers[name] = bytearray(nbytes)

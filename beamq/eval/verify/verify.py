@@ -124,7 +124,8 @@ class _Pass:
         """Every level but `quick`."""
         with self.readers.ranks.agreeing():
             folder, examiner = self._read_headers()
-        self.readers.agree(examiner is not None, (item.place for item in self.items))
+        places = ((item.spec.file, item.spec.offset, item.nbytes) for item in self.items)
+        self.readers.agree(examiner is not None, places)
         if self.opened is None or examiner is None:
             return
         self.nbytes, self.errors = read_all(examiner, self.items, self.readers, self.ledger)
@@ -132,9 +133,8 @@ class _Pass:
         if self.level == "forward" and self.origin is not None:
             from beamq.eval.verify.forward import check_forward  # torch
 
-            check_forward(
-                self.opened, self.origin, folder.manifest, self.ledger, self.readers.progress
-            )
+            progress = self.readers.progress
+            check_forward(self.opened, self.origin, folder.manifest, self.ledger, progress)
 
     def _read_headers(self) -> tuple[Folder, Examiner | None]:
         """All that headers, scalars and small files show. No examiner: no tensors are read."""
