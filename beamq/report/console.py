@@ -176,9 +176,7 @@ def _write(stream: IO[str], text: str) -> None:
 
 def _discard(stream: IO[str]) -> None:
     """Point the stream at nothing, or Python would report the fault again on its way out."""
-    try:
+    with suppress(OSError):  # a stream without a file behind it
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, stream.fileno())
         os.close(descriptor)
-    except OSError:  # a stream without a file behind it
-        return

@@ -143,12 +143,11 @@ def html(table: Table) -> str:
         f'<th scope="col"{css}>{escape(name)}</th>'
         for (name, _), css in zip(columns, classes, strict=True)
     )
-    body = "\n".join(
-        "<tr>"
-        + "".join(f"<td{css}>{escape(cell)}</td>" for cell, css in zip(row, classes, strict=True))
-        + "</tr>"
+    rows = (
+        "".join(f"<td{css}>{escape(cell)}</td>" for cell, css in zip(row, classes, strict=True))
         for row in table.rows
     )
+    body = "\n".join(f"<tr>{cells}</tr>" for cells in rows)
     note = f'<p class="soft">{escape(table.note)}</p>\n' if table.note else ""
     region = f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
     return (
@@ -206,12 +205,8 @@ def role_sums(plan: Plan) -> dict[Role, RoleSum]:
             entry.tensors += 1
             entry.source_bytes += member.source.nbytes
             entry.output_bytes += sum(tensor.nbytes for tensor in member.outputs)
-            if job.kind in FORMAT_NAMES:
-                entry.becomes.add(FORMAT_NAMES[job.kind])
-            elif role is Role.EXTRA:
-                entry.becomes.add("as it is")
-            else:
-                entry.becomes.add("FP32" if role in FP32_ROLES else "BF16")
+            copied = "as it is" if role is Role.EXTRA else "FP32" if role in FP32_ROLES else "BF16"
+            entry.becomes.add(FORMAT_NAMES.get(job.kind, copied))
     return {role: entry for role, entry in sums.items() if entry.tensors}
 
 

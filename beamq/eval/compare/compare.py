@@ -263,8 +263,8 @@ def _candidate(
     config = BeamConfig.from_dict(base.checkpoint.config)
     sizes, total = layer_sizes(other.checkpoint), sum(layer.added for layer in findings.layers)
     layers = []
-    kinds = zip(config.layer_types, config.mlp_layer_types, strict=True)
-    for layer, (attention, mlp) in zip(findings.layers, kinds, strict=True):
+    kinds = (config.layer_types, config.mlp_layer_types)
+    for layer, attention, mlp in zip(findings.layers, *kinds, strict=True):
         quantized, extra = sizes.get(layer.layer, (0, 0))
         layers.append(
             replace(
@@ -296,8 +296,7 @@ def _notes(
     notes = overlap_notes(other.manifest, record)
     if unchecked is not None:
         notes.append(f"its tensors were not checked against beamq.json: {unchecked}")
-    changed = _changed_files(other.checkpoint, other.manifest)
-    if changed:
+    if changed := _changed_files(other.checkpoint, other.manifest):
         notes.append(f"{listed(changed)} changed since beamq.json was written")
     scales = other.model.input_scales
     if scales and scales.startswith("not calibrated"):
@@ -326,7 +325,5 @@ def _changed_files(checkpoint: Checkpoint, manifest: Manifest | None) -> list[st
 
 
 def _tokenizer(checkpoint: Checkpoint) -> bytes | None:
-    """The tokenizer's bytes; None for a checkpoint without one."""
-    if not checkpoint.source.has("tokenizer.json"):
-        return None
-    return checkpoint.source.path("tokenizer.json").read_bytes()
+    has = checkpoint.source.has("tokenizer.json")
+    return checkpoint.source.path("tokenizer.json").read_bytes() if has else None

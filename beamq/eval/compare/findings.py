@@ -15,7 +15,7 @@ the same parts. A file cannot loosen the bounds of a built-in name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from beamq.beam.tensors import Role, classify
@@ -139,43 +139,38 @@ def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit
 
 def breaches(findings: Findings, bounds: Bounds) -> tuple[Breach, ...]:
     """Everything out of bounds, in the order of the measures."""
-    return tuple(_breaches(findings, bounds))
+    found: list[Breach] = []
 
+    def exceeds(measure: str, text: str, layer: int | None = None) -> None:
+        found.append(Breach(measure=measure, text=text, layer=layer))
 
-def _breaches(findings: Findings, bounds: Bounds) -> Iterator[Breach]:
     seen = findings.divergence
     kld, top = seen.mean_kld.value, seen.same_top.value
     if seen.not_finite:
-        text = f"logits of {seen.not_finite:,} of {seen.tokens:,} tokens are not finite"
-        yield Breach(measure="finite", text=text)
+        count = f"{seen.not_finite:,} of {seen.tokens:,}"
+        exceeds("finite", f"logits of {count} tokens are not finite")
     elif bounds.mean_kld is not None and not kld <= bounds.mean_kld:
-        text = f"mean KLD {kld:.4f} nats, at most {bounds.mean_kld:g} expected"
-        yield Breach(measure="mean_kld", text=text)
+        exceeds("mean_kld", f"mean KLD {kld:.4f} nats, at most {bounds.mean_kld:g} expected")
     if bounds.same_top is not None and not top >= bounds.same_top:
-        text = f"same top token {top:.1%}, at least {bounds.same_top:.1%} expected"
-        yield Breach(measure="same_top", text=text)
+        exceeds("same_top", f"same top token {top:.1%}, at least {bounds.same_top:.1%} expected")
+    least = bounds.router_overlap or 0.0
     low = [
         (layer.layer, layer.expert_overlap.value)
         for layer in findings.layers
-        if layer.expert_overlap and layer.expert_overlap.value < (bounds.router_overlap or 0.0)
+        if layer.expert_overlap and layer.expert_overlap.value < least
     ]
     if low:
         layer, overlap = low[0]
-        text = (
-            f"layer {layer}{_more(low)}: routers choose {overlap:.1%} of the same experts, at least"
-            f" {bounds.router_overlap:.1%} expected"
-        )
-        yield Breach(measure="router_overlap", text=text, layer=_cause(findings, layer))
+        text = f"routers choose {overlap:.1%} of the same experts, at least {least:.1%} expected"
+        exceeds("router_overlap", f"layer {layer}{_more(low)}: {text}", _cause(findings, layer))
     limit = bounds.weight_error
     if limit is not None and (bad := [x for x in findings.linears if not x.relative_rms <= limit]):
-        text = (
-            f"{bad[0].module}{_more(bad)}: error {bad[0].relative_rms:.3f} of the source's RMS, at"
-            f" most {limit:g} expected"
-        )
-        yield Breach(measure="weight_error", text=text, layer=bad[0].layer)
+        text = f"error {bad[0].relative_rms:.3f} of the source's RMS, at most {limit:g} expected"
+        exceeds("weight_error", f"{bad[0].module}{_more(bad)}: {text}", bad[0].layer)
     if names := findings.not_the_sources:
         text = f"{names[0]}{_more(names)}: not quantized, yet different from the source's"
-        yield Breach(measure="unquantized", text=text, layer=classify(names[0]).layer)
+        exceeds("unquantized", text, classify(names[0]).layer)
+    return tuple(found)
 
 
 def parting_layer(findings: Findings, found: tuple[Breach, ...]) -> int | None:

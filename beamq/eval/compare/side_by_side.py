@@ -96,21 +96,16 @@ def with_served_inputs(base: LayerWeights, candidate: LayerWeights) -> LayerWeig
 
     Both must hold the same experts, and `base` must be unquantized.
     """
-    attention = replace(
-        base.attention,
-        qkv_gate=_pair(base.attention.qkv_gate, candidate.attention.qkv_gate),
-        o=_pair(base.attention.o, candidate.attention.o),
-    )
+    mine, own = base.attention, candidate.attention
+    attention = replace(mine, qkv_gate=_pair(mine.qkv_gate, own.qkv_gate), o=_pair(mine.o, own.o))
     mlp: DenseMlp | SparseMlp
     if isinstance(base.mlp, DenseMlp) and isinstance(candidate.mlp, DenseMlp):
-        mlp = DenseMlp(
-            gate_up=_pair(base.mlp.gate_up, candidate.mlp.gate_up),
-            down=_pair(base.mlp.down, candidate.mlp.down),
-        )
+        gate_up, down = candidate.mlp.gate_up, candidate.mlp.down
+        mlp = DenseMlp(gate_up=_pair(base.mlp.gate_up, gate_up), down=_pair(base.mlp.down, down))
     elif isinstance(base.mlp, SparseMlp) and isinstance(candidate.mlp, SparseMlp):
         experts = tuple(
-            replace(mine, gate_up=_pair(mine.gate_up, own.gate_up), down=_pair(mine.down, own.down))
-            for mine, own in zip(base.mlp.experts, candidate.mlp.experts, strict=True)
+            replace(e, gate_up=_pair(e.gate_up, like.gate_up), down=_pair(e.down, like.down))
+            for e, like in zip(base.mlp.experts, candidate.mlp.experts, strict=True)
         )
         mlp = replace(base.mlp, experts=experts)
     else:
