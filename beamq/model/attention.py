@@ -129,7 +129,9 @@ def sliding_attention(
     whole = length // window * window
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     out[:, :window] = _causal(q[:, :window], k[:, :window], v[:, :window])
-    band = _band(window, q.device)
+    # [W, 2W]: query i of a block sees keys i+1 .. i+W of (previous block, own block).
+    query, key = (torch.arange(n, device=q.device) for n in (window, 2 * window))
+    band = (key > query[:, None]) & (key <= query[:, None] + window)
     if whole > window:
         keys, values = (
             t[:, :whole].unfold(1, 2 * window, window).transpose(-1, -2) for t in (k, v)
@@ -142,13 +144,6 @@ def sliding_attention(
         mask = band[:rest, : window + rest]
         out[:, whole:] = _banded(q[:, None, whole:], keys, values, mask).squeeze(1)
     return out
-
-
-def _band(window: int, device: torch.device) -> torch.Tensor:
-    """[W, 2W]: query i of a block sees keys i+1 .. i+W of (previous block, own block)."""
-    query = torch.arange(window, device=device)[:, None]
-    key = torch.arange(2 * window, device=device)[None]
-    return (key > query) & (key <= query + window)
 
 
 def _banded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
