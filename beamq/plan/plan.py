@@ -48,17 +48,14 @@ class Exclusion:
     widened: bool
 
 
-def apply_exclusions(recipe: Recipe, roles: Iterable[TensorRole]) -> tuple[Exclusion, ...]:
-    """Match each pattern of the recipe. A pattern that matches nothing is a `RecipeError`."""
-    modules = [role for role in roles if role.role not in (Role.NORM, Role.ROUTER_BIAS)]
-    return tuple(_apply(pattern, recipe, modules) for pattern in recipe.exclude)
-
-
-def _apply(pattern: str, recipe: Recipe, modules: list[TensorRole]) -> Exclusion:
+def apply_exclusion(pattern: str, recipe: Recipe, roles: Iterable[TensorRole]) -> Exclusion:
+    """What a pattern excludes. A pattern that matches nothing is a `RecipeError`."""
     matched: list[str] = []
     hit: dict[Unit, int] = {}
     total: dict[Unit, int] = {}
-    for role in modules:
+    for role in roles:
+        if role.role in (Role.NORM, Role.ROUTER_BIAS):
+            continue
         planned = role.layer is not None and role.role in recipe.rules
         unit = (role.layer or 0, role.role)
         if planned:
@@ -351,7 +348,8 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         raise UsageError(f"--max-shard-size is {max_shard_bytes} bytes, expected at least 1")
     config = BeamConfig.from_dict(checkpoint.config)
     sources = map_sources(checkpoint, config)
-    exclusions = apply_exclusions(recipe, (role for role, _ in sources.found))
+    roles = [role for role, _ in sources.found]
+    exclusions = tuple(apply_exclusion(pattern, recipe, roles) for pattern in recipe.exclude)
     units = quantized_units(config, recipe, exclusions)
     jobs, shards = place(_draft_jobs(config, recipe, sources, units), max_shard_bytes)
     modules = layout.harmless_entries(
@@ -404,17 +402,14 @@ def _draft_jobs(
         draft = groups.setdefault(group, Draft(kind=JobKind(fmt), group=group, members=[]))
         outputs = layout.quantized_tensors(role.module, fmt, n, k)
         draft.members.append((role, source, outputs))
-        if fmt == "fp8" or len(draft.members) == _group_size(group):
+        size = {"qkv_gate": 4, "gate_up": 2}.get(group.rsplit(".", 1)[-1], 1)
+        if fmt == "fp8" or len(draft.members) == size:
             yield groups.pop(group)
     if groups:
         raise RecipeError(f"internal: scale groups left open: {', '.join(groups)[:200]}")
     for spec in sources.extra:
         whole = SourceRange(spec=spec, start=0, nbytes=spec.nbytes, shape=spec.shape)
         yield _copy_job(classify(spec.name), whole, spec.dtype)
-
-
-def _group_size(group: str) -> int:
-    return {"qkv_gate": 4, "gate_up": 2}.get(group.rsplit(".", 1)[-1], 1)
 
 
 def _copy_job(role: TensorRole, source: SourceRange, dtype: str) -> Draft:
@@ -439,16 +434,13 @@ def place(drafts: Iterable[Draft], limit: int) -> tuple[tuple[Job, ...], tuple[S
     for index, inside in enumerate(bins):
         placed = {tensor.name: tensor for tensor in shards[index].tensors}
         for draft in inside:
-            jobs.append(_finish_job(draft, len(jobs), index, placed))
+            members = tuple(
+                Member(role=role, source=source, outputs=tuple(placed[name] for name, _, _ in outs))
+                for role, source, outs in draft.members
+            )
+            kind, group = draft.kind, draft.group
+            jobs.append(Job(index=len(jobs), kind=kind, group=group, shard=index, members=members))
     return tuple(jobs), shards
-
-
-def _finish_job(draft: Draft, index: int, shard: int, placed: dict[str, OutputTensor]) -> Job:
-    members = tuple(
-        Member(role=role, source=source, outputs=tuple(placed[name] for name, _, _ in outs))
-        for role, source, outs in draft.members
-    )
-    return Job(index=index, kind=draft.kind, group=draft.group, shard=shard, members=members)
 
 
 def _parameters_by_role(sources: SourceMap) -> dict[str, int]:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import classify, expected_tensors
+from beamq.beam.tensors import TensorRole, classify, expected_tensors
 from beamq.calib.input_scales import input_scales
 from beamq.calib.statistics import CalibrationStats, InputStats, load_stats, save_stats
 from beamq.convert.dequantize import dequantize
@@ -32,8 +32,8 @@ from beamq.io.files import read_json_object
 from beamq.io.journal import Identity, Journal, ShardRecord
 from beamq.io.safetensors_header import parse_header
 from beamq.io.source import INDEX_NAME
-from beamq.plan.plan import apply_exclusions, make_plan
-from beamq.plan.recipe import load_recipe
+from beamq.plan.plan import apply_exclusion, make_plan
+from beamq.plan.recipe import Recipe, load_recipe
 from beamq.report.model_card import front_matter
 from tests.helpers import safetensors_edit as st
 from tests.helpers.craft import light_verify, synthetic
@@ -155,6 +155,11 @@ exclude: ["model.layers.0.mlp*", 're:.*q_proj', gate]
 def test_recipes(tiny: Path, watch: Watch) -> None:
     path = tiny / "mine.yaml"
     plain = load_recipe("nvfp4").to_dict()
+
+    def excluded(recipe: Recipe, roles: list[TensorRole]) -> None:
+        for pattern in recipe.exclude:
+            apply_exclusion(pattern, recipe, roles)
+
     with open_checkpoint(tiny) as checkpoint:
         roles = [classify(name) for name in checkpoint.tensors]
     chance = seeded(5)
@@ -162,7 +167,7 @@ def test_recipes(tiny: Path, watch: Watch) -> None:
         raw = encode(chance, spoil_tree(chance, plain)) if number % 3 else b""
         raw = raw or spoil_bytes(chance, RECIPE)
         path.write_bytes(raw)
-        watch.run(lambda: apply_exclusions(load_recipe(str(path)), roles), len(raw))
+        watch.run(lambda: excluded(load_recipe(str(path)), roles), len(raw))
 
 
 BOMBS = [
