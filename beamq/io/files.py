@@ -4,9 +4,8 @@ In: a path and a limit in bytes. Out: the bytes, or the JSON object or YAML in t
 that names the file. A named pipe, a device or a folder in a file's place is refused rather than
 waited for, and the size is that of the opened file, so the file cannot be exchanged in between.
 
-JSON grows when it is parsed: an empty list is two bytes in a file and sixty in memory. So a file
-that is mostly brackets is refused before it is parsed; any other takes some twenty times its bytes
-at most.
+JSON grows when it is parsed: an empty list is two bytes in a file and sixty in memory. A file that
+is mostly brackets is refused; any other takes some twenty times its bytes at most.
 
 `OpenFiles` reads from a bounded set of open files, shared by threads. A file must not change: the
 first look notes its size and times of change, every later opening compares them, and `changed`

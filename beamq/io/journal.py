@@ -7,12 +7,10 @@ line records a shard whose bytes are on disk, written after the shard's fsync an
 So a recorded shard is whole under its temporary or its final name, and resuming only has to finish
 the rename. A last line that a crash cut off is ignored: its shard is made again.
 
-A resumed run must be the same run. The identity covers the source's files, the recipe, the plan,
-the input scales and beamq's version; the message names every difference.
+A resumed run must have the same `Identity`; the message names every difference.
 
 `.beamq.lock` is locked with flock, which ends with the process, so a kill leaves nothing to clean
-up. Its first line names the process, for the message that a second run gets. Looking at a lock
-creates and changes nothing.
+up. Its first line names the process, for the message that a second run gets.
 """
 
 from __future__ import annotations
@@ -273,7 +271,9 @@ class OutputLock:
             raise _busy(folder, _signed(self._path))
         # The signature is for messages only: a lock without one holds just as well.
         with suppress(OSError):
-            os.write(self._descriptor, _signature())
+            moment = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+            said = {"pid": os.getpid(), "host": os.uname().nodename, "since": moment}
+            os.write(self._descriptor, json.dumps(said).encode() + b"\n")
 
     def _take(self) -> int:
         """A locked descriptor, or -1 if another process has the lock."""
@@ -342,12 +342,6 @@ def holder(folder: Path) -> str | None:
     finally:
         os.close(descriptor)
     return None
-
-
-def _signature() -> bytes:
-    moment = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    said = {"pid": os.getpid(), "host": os.uname().nodename, "since": moment}
-    return json.dumps(said).encode() + b"\n"
 
 
 def _busy(folder: Path, who: str) -> OutputBusyError:
