@@ -6,12 +6,10 @@ In: a folder that `verify` passes at levels `structure` and `quick`, and a repos
     verify -> repository, branch -> [withdraw old index and configs] -> weights and other files
            -> index, configs, manifest in one commit -> compare the listing
 
-huggingface_hub does the transfer. Its `upload_folder` skips files that have arrived, so a push that
-was stopped continues when it is run again. The order is ours: loaders look for index and configs,
-so these come last, and an older version of them is deleted before its weights are replaced. Hidden
-files and the state of an unfinished conversion are never sent.
-
-Weight files that only the repository has are refused, not deleted: vLLM would read them.
+huggingface_hub's `upload_folder` skips files that have arrived, so a stopped push continues when it
+is run again. Loaders look for index and configs, so these come last, and an older version of them
+is deleted before its weights are replaced. Hidden files are never sent. Weight files that only the
+repository has are refused, not deleted: vLLM would read them.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,8 +101,9 @@ def push(
         _require_bytes(folder, progress)
     files = files_to_push(folder)
     branch = revision or "main"
+    result = PushResult(repo=repo, revision=branch, private=private, dry_run=dry_run, files=files)
     if dry_run:
-        return PushResult(repo=repo, revision=branch, private=private, dry_run=True, files=files)
+        return result
     pusher = _Pusher(folder, repo, branch, files)
     with _bars(show_progress):
         pusher.prepare(private)
@@ -112,17 +111,9 @@ def push(
         pusher.upload([file for file in files if not file.last], "weights")
         commit = pusher.upload([file for file in files if file.last], "index and configs")
         pusher.compare(commit)
-    return PushResult(
-        repo=repo,
-        revision=branch,
-        private=private,
-        dry_run=False,
-        files=files,
-        withdrawn=withdrawn,
-        commit=commit,
-        url=f"{pusher.endpoint}/{repo}/tree/{branch}",
-        seconds=time.monotonic() - begun,
-    )
+    url = f"{pusher.endpoint}/{repo}/tree/{branch}"
+    seconds = time.monotonic() - begun
+    return replace(result, withdrawn=withdrawn, commit=commit, url=url, seconds=seconds)
 
 
 def _require_structure(folder: Path) -> None:

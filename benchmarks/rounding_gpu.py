@@ -28,7 +28,14 @@ import torch
 import torch.nn.functional as F
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.expert_rounding import GROUPS, ExpertMoments, ExpertRounding, chunks, weight_of
+from beamq.calib.expert_rounding import (
+    GROUPS,
+    ExpertMoments,
+    ExpertRounding,
+    RoundingRequest,
+    chunks,
+    weight_of,
+)
 from beamq.formats import gptq
 from beamq.formats.kernels import gpu
 from beamq.formats.nvfp4 import global_scale_from_amax
@@ -123,15 +130,13 @@ def stages(seen: LayerExperts, config: BeamConfig) -> dict[str, dict[str, float]
 def rounding_s(seen: LayerExperts, config: BeamConfig) -> float:
     """Seconds of all that `ExpertRounding` does with a layer, without writing."""
     every = {(expert, group) for expert in range(len(seen.rows_E)) for group in GROUPS}
-    rounding = ExpertRounding(
-        {0: every},
+    request = RoundingRequest(
+        wanted={0: every},
         method="gptq",
-        config=config,
-        gemm=ReferenceGemm(),
-        amax=lambda layer, group: AMAX,
         write=lambda layer, group, rounded: None,
         stopped=lambda: False,
     )
+    rounding = ExpertRounding(request, config, ReferenceGemm(), lambda layer, group: AMAX)
     return seconds(lambda: rounding.run(seen))[0]
 
 

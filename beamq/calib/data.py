@@ -263,8 +263,7 @@ class SourceRecord:
 class CalibrationData:
     """`input_ids` [S, T] int64, every row full; `digest` is a SHA-256 over shape and ids.
 
-    `notes` are sentences for the user: where this is less than was asked for. `document_digests`
-    show whether two data sets share a document (`shared_documents`).
+    `notes` are sentences for the user: where this is less than was asked for.
     """
 
     input_ids: NDArray[np.int64]
@@ -273,7 +272,6 @@ class CalibrationData:
     seed: int
     sources: tuple[SourceRecord, ...]
     notes: tuple[str, ...]
-    document_digests: frozenset[str]
 
     @property
     def samples(self) -> int:
@@ -353,11 +351,6 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     for index in by_remainder[: total - sum(parts)]:
         parts[index] += 1
     return parts
-
-
-def shared_documents(first: CalibrationData, second: CalibrationData) -> int:
-    """Number of distinct documents in both data sets; 0 for the two halves of the default."""
-    return len(first.document_digests & second.document_digests)
 
 
 def _draw(
@@ -450,7 +443,6 @@ def _packed(
         seed=seed,
         sources=tuple(source.record for source in drawn),
         notes=tuple(notes),
-        document_digests=frozenset(ids_digest([ids]) for ids in every),
     )
 
 

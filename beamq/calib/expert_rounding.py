@@ -218,42 +218,43 @@ class RoundedGroup:
     underflow_blocks: int
 
 
-class ExpertRounding:
-    """A `PostLayerHook`. `wanted` has the groups to round, by layer; all processes of a pass have
-    the same, and each rounds those of its own experts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingRequest:
+    """`wanted` has the groups to round, by layer; all processes of a pass have the same, and each
+    rounds those of its own experts. `write` is called from several threads."""
 
-    `amax(layer, group)` is the largest input magnitude over all experts of the layer, called once
-    for each layer and group. `write` is called from several threads.
-    """
+    wanted: Mapping[int, Set[Group]]
+    method: str
+    write: Callable[[int, Group, RoundedGroup], None]
+    stopped: Callable[[], bool]
+
+
+class ExpertRounding:
+    """A `PostLayerHook`. `amax(layer, group)` is the largest input magnitude over all experts of
+    the layer, called once for each layer and group."""
 
     def __init__(
         self,
-        wanted: Mapping[int, Set[Group]],
-        *,
-        method: str,
+        request: RoundingRequest,
         config: BeamConfig,
         gemm: Gemm,
         amax: Callable[[int, str], float],
-        write: Callable[[int, Group, RoundedGroup], None],
-        stopped: Callable[[], bool],
     ) -> None:
-        self._wanted = wanted
-        self._full = method == "gptq"
+        self._request = request
+        self._full = request.method == "gptq"
         self._widths = {"gate_up": config.hidden_size, "down_proj": config.moe_intermediate_size}
         self._gemm = gemm
         self._amax = amax
-        self._write = write
-        self._stopped = stopped
 
     def wants(self, layer: int) -> bool:
         """See `PostLayerHook`."""
-        return bool(self._wanted.get(layer))
+        return bool(self._request.wanted.get(layer))
 
     def run(self, seen: LayerExperts) -> None:
         """Round and write the wanted groups of the layer. Raises `TensorError` for weights that are
         not finite, `Interrupted`, and what `write` raises."""
         moments = ExpertMoments(seen, full=self._full, gemm=self._gemm, check=self._check)
-        wanted = self._wanted[seen.layer]
+        wanted = self._request.wanted[seen.layer]
         for group, width in self._widths.items():
             scale = input_scale(self._amax(seen.layer, group))
             experts = {expert for expert, name in wanted if name == group}
@@ -267,7 +268,7 @@ class ExpertRounding:
                     self._round(seen.layer, part, group, experts_here, found, rows_E)
 
     def _check(self) -> None:
-        if self._stopped():
+        if self._request.stopped():
             raise Interrupted("stopped")
 
     def _round(
@@ -298,7 +299,7 @@ class ExpertRounding:
 
         def write(at: int) -> None:
             self._check()
-            self._write(layer, (experts[at], group), rounded[at])
+            self._request.write(layer, (experts[at], group), rounded[at])
 
         with ThreadPoolExecutor(WRITERS) as pool:
             for _ in pool.map(write, range(len(experts))):

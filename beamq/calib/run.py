@@ -23,7 +23,7 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import classify
 from beamq.calib.collector import Collector, LayerPace, TokenWatch, combine
 from beamq.calib.data import load_calibration_data
-from beamq.calib.expert_rounding import ExpertRounding, Group, RoundedGroup, rounding_nbytes
+from beamq.calib.expert_rounding import ExpertRounding, RoundingRequest, rounding_nbytes
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.state import RunState, Saved
 from beamq.calib.statistics import CalibrationStats
@@ -42,7 +42,6 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.model.context import Observer, SequenceLayout
 from beamq.model.expert_parallel import ExpertExchange, exchange_for, own_experts
 from beamq.model.forward import Batch, LayerPass
-from beamq.model.gemm.backend import Gemm
 from beamq.model.gemm.select import select_gemm
 from beamq.model.layer_stream import (
     LayerStream,
@@ -58,7 +57,6 @@ from beamq.version import __version__
 BATCH_TOKENS = {"cuda": 16_384, "cpu": 4_096}
 FREE_SHARE = 0.9  # of a GPU's free memory, where no limit was given
 _UNITS = 2  # of weights: one in use, one read ahead
-_FP32 = 4
 
 
 class CalibrationSetup:
@@ -80,7 +78,6 @@ class CalibrationSetup:
         """Memory that a conversion in the same pass adds: `rounds_experts` if it rounds experts
         by their inputs; `waiting_nbytes` on the host, for members that wait for their partners;
         `taken_nbytes` of the device, besides the forward pass."""
-
         self.checkpoint = checkpoint
         self.options = options
         self.ranks = ranks
@@ -185,7 +182,7 @@ def plan_device(
         count, resident = min(found or experts, experts), 0
         weights = _UNITS * (sizes.base + sizes.expert * count)
     if count is not None or experts < config.num_experts or rounding:
-        states += width * _FP32  # sums between slices, or ranks
+        states += width * 4  # FP32 sums between slices, or ranks
     if budget is not None and count is None and states > budget - weights - activations:
         resident = budget - weights - activations
     on_device = states if resident is None else min(states, resident)
@@ -243,16 +240,6 @@ class LayerDone:
     stats: CalibrationStats
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundingRequest:
-    """Experts to round in the same pass: see `ExpertRounding`."""
-
-    wanted: Mapping[int, Set[Group]]
-    method: str
-    write: Callable[[int, Group, RoundedGroup], None]
-    stopped: Callable[[], bool]
-
-
 class CalibrationPass:
     """One run. `stopped` ends it between two inputs; the caller begins and removes `state`.
 
@@ -272,14 +259,11 @@ class CalibrationPass:
         passed: Callable[[int, float], None] | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        checkpoint, options, data = setup.checkpoint, setup.options, setup.data
-        self._checkpoint = checkpoint
-        self._config = BeamConfig.from_dict(checkpoint.config)
-        self._options = options
+        options, data = setup.options, setup.data
+        self._setup = setup
+        self._checkpoint = setup.checkpoint
+        self._config = BeamConfig.from_dict(setup.checkpoint.config)
         self._data = data
-        self._device = device = setup.device
-        self._plan = setup.plan
-        self._dtype = getattr(torch, options.dtype)
         self._ranks = setup.ranks
         self._state = state
         self._after = after
@@ -287,27 +271,27 @@ class CalibrationPass:
         self._rounding = rounding
         self._passed = passed
         self._stopped = stopped
-        self._rows = batch_rows(device, data.samples, data.sequence_length)
-        self._layer_nbytes = _layer_nbytes(checkpoint, self._config.num_layers)
+        self._rows = batch_rows(setup.device, data.samples, data.sequence_length)
+        self._layer_nbytes = _layer_nbytes(setup.checkpoint, self._config.num_layers)
         self._heap = HeapTrim()
         self._watch = TokenWatch(
             data.sequence_length, data.tokens, [rows.start for rows in self._rows]
         )
         self._save = False
-        self._collector = Collector(self._config, device, experts=options.experts, stopped=stopped)
+        self._collector = Collector(
+            self._config, setup.device, experts=options.experts, stopped=stopped
+        )
         self._stats = CalibrationStats(
-            model_name=checkpoint.label,
+            model_name=setup.checkpoint.label,
             model_fingerprint=setup.fingerprint,
             experts=options.experts,
             total_tokens=data.tokens,
             inputs={},
             routed_tokens={},
             data=(setup.data_record(),),
-            versions={
-                "beamq": __version__,
-                "python": platform.python_version(),
-                "torch": torch.__version__,
-            },
+            versions=dict(
+                beamq=__version__, python=platform.python_version(), torch=torch.__version__
+            ),
         )
 
     def run(self) -> CalibrationStats:
@@ -318,15 +302,18 @@ class CalibrationPass:
         cap_kernel_caches()
         exchange = exchange_for(self._ranks, self._config)
         saved = self._state.load()
-        if (
-            saved is not None
-            and self._rounding is not None
-            and min(self._rounding.wanted) <= saved.layer
-        ):
-            saved = None  # experts behind it have to be rounded again, and their inputs are gone
+        if saved and self._rounding and min(self._rounding.wanted) <= saved.layer:
+            saved = None  # experts before it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
-        plain = self._device.type == "cpu" and self._options.gemm == "auto"
-        gemm = select_gemm("reference" if plain else self._options.gemm)
+        device, options = self._setup.device, self._setup.options
+        plain = device.type == "cpu" and options.gemm == "auto"
+        gemm = select_gemm("reference" if plain else options.gemm)
+        observers: list[Observer] = [self._collector]
+        if self._passed is not None:
+            observers.append(LayerPace(len(self._rows), self._passed))
+        rounding = None
+        if self._rounding is not None:
+            rounding = ExpertRounding(self._rounding, self._config, gemm, self._expert_amax)
         with PrefetchingLoader(
             self._checkpoint,
             self._config,
@@ -334,47 +321,28 @@ class CalibrationPass:
             experts=exchange.experts,
             keep_rest=self._tap is not None,
             stopped=self._stopped,
-            dtype=self._dtype,
-            device=self._device,
+            dtype=getattr(torch, options.dtype),
+            device=device,
             tap=self._tap,
         ) as loader:
             batches = self._embed(loader) if saved is None else self._take_up(saved)
             stream = LayerStream(
                 loader,
                 layers=range(first, self._config.num_layers),
-                slice_experts=self._plan.slice_experts,
+                slice_experts=self._setup.plan.slice_experts,
                 experts=exchange.experts,
             )
             layers = LayerPass(
                 stream,
                 batches,
                 gemm=gemm,
-                observers=self._observers(),
-                resident_bytes=self._plan.resident_nbytes,
+                observers=observers,
+                resident_bytes=self._setup.plan.resident_nbytes,
                 exchange=exchange,
-                hook=self._expert_rounding(gemm),
+                hook=rounding,
             )
             layers.run(done=lambda layer: self._finish(layer, batches, exchange), whole=self._saves)
         return self._stats
-
-    def _observers(self) -> list[Observer]:
-        if self._passed is None:
-            return [self._collector]
-        return [self._collector, LayerPace(len(self._rows), self._passed)]
-
-    def _expert_rounding(self, gemm: Gemm) -> ExpertRounding | None:
-        request = self._rounding
-        if request is None:
-            return None
-        return ExpertRounding(
-            request.wanted,
-            method=request.method,
-            config=self._config,
-            gemm=gemm,
-            amax=self._expert_amax,
-            write=request.write,
-            stopped=request.stopped,
-        )
 
     def _expert_amax(self, layer: int, group: str) -> float:
         """Over the experts of all processes."""

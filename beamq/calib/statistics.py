@@ -37,7 +37,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,6 +55,7 @@ Counts = NDArray[np.int64]
 ExpertsMode = Literal["routed", "all"]
 
 MAX_DROPPED_NAMES = 100
+_DTYPES = {"amax": "F32", "rows": "I64", "percentile": "F32", "second_moment": "F32"}
 _ENTRY = re.compile(
     r"layers\.(0|[1-9]\d{0,4})\.(self_attn\.(qkv_gate|o)|mlp\.(gate_up|down)|experts\.(gate_up|down))"
 )
@@ -75,13 +76,7 @@ class InputStats:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """The arrays that exist, by their names in a file."""
-        named: dict[str, NDArray[Any] | None] = {
-            "amax": self.amax,
-            "rows": self.rows,
-            "percentile": self.percentile,
-            "second_moment": self.second_moment,
-        }
-        return {name: array for name, array in named.items() if array is not None}
+        return {key: array for key in _DTYPES if (array := getattr(self, key)) is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -104,7 +99,7 @@ class CalibrationStats:
     versions: Mapping[str, str]
     percentile: float | None = None
     dropped_rows: int = 0
-    dropped_names: tuple[str, ...] = field(default=())
+    dropped_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every array: a statistics file is a user's input like any other."""
@@ -291,7 +286,6 @@ def _check_array(name: str, array: NDArray[Any], dtype: type[np.generic]) -> Non
 
 FORMAT_VERSION = 1
 METADATA_KEY = "beamq_calibration"
-_DTYPES = {"amax": "F32", "percentile": "F32", "second_moment": "F32", "rows": "I64"}
 _ROUTED = re.compile(r"layers\.(0|[1-9]\d{0,4})\.experts\.routed_tokens")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
@@ -315,18 +309,7 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     }
     for layer, counts in stats.routed_tokens.items():
         tensors[f"layers.{layer}.experts.routed_tokens"] = np.asarray(counts, order="C")
-    record = {
-        "version": FORMAT_VERSION,
-        "model_name": stats.model_name,
-        "model_fingerprint": stats.model_fingerprint,
-        "experts": stats.experts,
-        "total_tokens": stats.total_tokens,
-        "data": list(stats.data),
-        "versions": dict(stats.versions),
-        "percentile": stats.percentile,
-        "dropped_rows": stats.dropped_rows,
-        "dropped_names": list(stats.dropped_names),
-    }
+    record = {"version": FORMAT_VERSION, **{key: getattr(stats, key) for key in _FIELDS}}
     write_file(path, save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)}))
 
 
@@ -347,16 +330,15 @@ def load_stats(path: Path) -> CalibrationStats:
                 raise CalibrationError(f"{path}: {entry}.{key} is missing; calibrate again")
     try:
         return CalibrationStats(
-            inputs={name: InputStats(**entries[name]) for name in sorted(entries, key=_order)},
+            inputs={
+                name: InputStats(**entries[name])
+                for name in sorted(entries, key=lambda name: (layer_of(name), name))
+            },
             routed_tokens={layer: routed[layer] for layer in sorted(routed)},
             **record,
         )
     except CalibrationError as fault:
         raise CalibrationError(f"{path}: {fault}") from None
-
-
-def _order(name: str) -> tuple[int, str]:
-    return layer_of(name), name
 
 
 def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
@@ -408,13 +390,6 @@ def _record(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
             raise CalibrationError(
                 f"{path}: metadata {key} is a {type(record[key]).__name__}, not what it should be"
             )
-    _check_nested(path, record)
-    record["data"] = tuple(record["data"])
-    record["dropped_names"] = tuple(record["dropped_names"])
-    return record
-
-
-def _check_nested(path: Path, record: dict[str, Any]) -> None:
     percentile = record["percentile"]
     sound = {
         "data": all(
@@ -427,3 +402,6 @@ def _check_nested(path: Path, record: dict[str, Any]) -> None:
     for key, good in sound.items():
         if not good:
             raise CalibrationError(f"{path}: metadata {key} holds a value of the wrong kind")
+    record["data"] = tuple(record["data"])
+    record["dropped_names"] = tuple(record["dropped_names"])
+    return record

@@ -30,10 +30,10 @@ from pathlib import Path
 import torch
 
 from beamq.beam.tensors import Role
-from beamq.calib.expert_rounding import Group, RoundedGroup
+from beamq.calib.expert_rounding import Group, RoundedGroup, RoundingRequest
 from beamq.calib.input_scales import input_scales
 from beamq.calib.options import CalibrationOptions
-from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone, RoundingRequest
+from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
 from beamq.calib.state import RunState
 from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
 from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory

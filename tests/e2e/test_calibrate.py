@@ -555,7 +555,7 @@ def test_odd_models_are_calibrated(tmp_path: Path) -> None:
 def fake(ids: np.ndarray) -> CalibrationData:
     return CalibrationData(
         input_ids=ids, digest=ids_digest(list(ids)), samples_asked=len(ids), seed=0, sources=(),
-        notes=(), document_digests=frozenset(),
+        notes=(),
     )  # fmt: skip
 
 
