@@ -109,26 +109,12 @@ def check_shapes(stats: CalibrationStats, config: BeamConfig) -> None:
                 raise _unfit(name, f"layer {layer} is {kind}")
             if entry.amax.shape != (config.num_experts,):
                 raise _unfit(name, f"it has {entry.amax.size} experts, not {config.num_experts}")
-        moment, width = entry.second_moment, _widths(config)[group]
-        if moment is not None and moment.shape[-1] != width:
-            raise _unfit(name, f"its second moments are of {moment.shape[-1]} inputs, not {width}")
     for layer, counts in stats.routed_tokens.items():
         if layer not in config.sparse_layers or counts.shape != (config.num_experts,):
             raise _unfit(
                 f"layers.{layer}.experts.routed_tokens",
                 f"the model's sparse layers have {config.num_experts} experts each",
             )
-
-
-def _widths(config: BeamConfig) -> dict[str, int]:
-    return {
-        "self_attn.qkv_gate": config.hidden_size,
-        "self_attn.o": config.q_dim,
-        "mlp.gate_up": config.hidden_size,
-        "mlp.down": config.intermediate_size,
-        "experts.gate_up": config.hidden_size,
-        "experts.down": config.moe_intermediate_size,
-    }
 
 
 def _unfit(name: str, why: str) -> CalibrationError:

@@ -20,15 +20,15 @@ The file has these tensors, and one JSON object under `beamq_calibration` in the
     <entry>.amax                   F32   [] or [E]
     <entry>.rows                   I64   [] or [E]
     layers.N.experts.routed_tokens I64   [E]
-    <entry>.percentile, .second_moment      F32 [..] and [.., K], in files of earlier versions only
+
+Files of earlier versions may also hold percentiles and second moments; they are ignored.
 
 `rows` counts the tokens of an entry: with `experts="routed"` those that the router sent to the
 expert, with "all" every token; `routed_tokens` is the router's choice in both modes. An expert
 without tokens has 0 rows and amax 0; calib/input_scales.py decides what becomes its scale.
 
-Merging takes maxima of amax and percentile (an upper bound of the percentile), sums of counts, and
-means of squares weighted by rows. It is commutative. Limits: numpy only, because converting needs
-these values but not torch; a file is read as a whole (under 1 MB for the real model).
+Merging takes maxima of amax and sums of counts. It is commutative. Limits: numpy only, because
+converting needs these values but not torch; a file is read whole (under 1 MB for the real model).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ Counts = NDArray[np.int64]
 ExpertsMode = Literal["routed", "all"]
 
 MAX_DROPPED_NAMES = 100
-_DTYPES = {"amax": "F32", "rows": "I64", "percentile": "F32", "second_moment": "F32"}
+_DTYPES = {"amax": "F32", "rows": "I64"}
+_IGNORED = (".percentile", ".second_moment")
 _ENTRY = re.compile(
     r"layers\.(0|[1-9]\d{0,4})\.(self_attn\.(qkv_gate|o)|mlp\.(gate_up|down)|experts\.(gate_up|down))"
 )
@@ -63,20 +64,14 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InputStats:
-    """One entry: `amax` and `rows`, [] or [E]; `percentile` likewise; `second_moment` [.., K].
-
-    `amax` is the largest |x|, `percentile` a high percentile of |x|, `second_moment` the mean of
-    x*x over `rows` for each of the K inputs.
-    """
+    """One entry, [] or [E]: `amax` is the largest |x|, `rows` the number of tokens."""
 
     amax: Floats
     rows: Counts
-    percentile: Floats | None = None
-    second_moment: Floats | None = None
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """The arrays that exist, by their names in a file."""
-        return {key: array for key in _DTYPES if (array := getattr(self, key)) is not None}
+        """The arrays by their names in a file."""
+        return {"amax": self.amax, "rows": self.rows}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,7 +80,6 @@ class CalibrationStats:
 
     `inputs` maps entry names (see above) to `InputStats`; `routed_tokens` maps sparse layers to
     [E]. `data` is one record (`CalibrationData.to_dict`) for each data set that was merged in.
-    `percentile` says which one the entries hold (99.9, say), None where they hold none.
     `dropped_rows` counts tokens left out for non-finite values; `dropped_names` lists some.
     """
 
@@ -97,7 +91,6 @@ class CalibrationStats:
     routed_tokens: Mapping[int, Counts]
     data: tuple[dict[str, Any], ...]
     versions: Mapping[str, str]
-    percentile: float | None = None
     dropped_rows: int = 0
     dropped_names: tuple[str, ...] = ()
 
@@ -106,7 +99,7 @@ class CalibrationStats:
         if self.experts not in ("routed", "all"):
             raise CalibrationError(f"statistics: experts is {self.experts!r}, not routed or all")
         for name, entry in self.inputs.items():
-            _check_entry(name, entry, self.percentile)
+            _check_entry(name, entry)
         for layer, counts in self.routed_tokens.items():
             name = f"layers.{layer}.experts.routed_tokens"
             _check_array(name, counts, np.int64)
@@ -190,16 +183,15 @@ def layer_of(name: str) -> int:
 def merge(first: CalibrationStats, second: CalibrationStats) -> CalibrationStats:
     """The statistics of both runs' tokens together.
 
-    Raises `CalibrationError` unless both are of one model, with the same entries, mode and
-    percentile, and of different data: a run merged with itself would count its tokens twice.
+    Raises `CalibrationError` unless both are of one model, with the same entries and mode, and of
+    different data: a run merged with itself would count its tokens twice.
     """
     second.check_model(first.model_fingerprint, first.model_name)
-    for name in ("experts", "percentile"):
-        if getattr(first, name) != getattr(second, name):
-            raise CalibrationError(
-                f"cannot merge: one run has {name} = {getattr(first, name)}, the other"
-                f" {getattr(second, name)}; calibrate again with the same options"
-            )
+    if first.experts != second.experts:
+        raise CalibrationError(
+            f"cannot merge: one run has experts = {first.experts}, the other {second.experts};"
+            " calibrate again with the same options"
+        )
     layers = set(first.routed_tokens) ^ set(second.routed_tokens)
     for odd in sorted(set(first.inputs) ^ set(second.inputs)) + [f"layer {n}" for n in layers]:
         raise CalibrationError(
@@ -242,38 +234,21 @@ def _merge_entry(name: str, first: InputStats, second: InputStats) -> InputStats
             f"cannot merge: {name} has {', '.join(ours)} in one run and {', '.join(theirs)} in the"
             " other, or their shapes differ; calibrate again with the same options"
         )
-    merged = {
-        key: np.asarray(np.maximum(ours[key], theirs[key]))
-        for key in ours
-        if key in ("amax", "percentile")
-    }
-    if first.second_moment is not None and second.second_moment is not None:
-        rows = np.maximum(first.rows + second.rows, 1)[..., None].astype(np.float64)
-        total = first.second_moment * first.rows[..., None].astype(np.float64)
-        total += second.second_moment * second.rows[..., None].astype(np.float64)
-        merged["second_moment"] = (total / rows).astype(np.float32)
-    return InputStats(rows=np.asarray(first.rows + second.rows), **merged)
+    return InputStats(
+        amax=np.asarray(np.maximum(first.amax, second.amax)),
+        rows=np.asarray(first.rows + second.rows),
+    )
 
 
-def _check_entry(name: str, entry: InputStats, percentile: float | None) -> None:
+def _check_entry(name: str, entry: InputStats) -> None:
     layer_of(name)
     for key, array in entry.arrays().items():
         _check_array(f"{name}.{key}", array, np.int64 if key == "rows" else np.float32)
     dimensions = 1 if ".experts." in name else 0
-    moment = entry.second_moment
-    shapes = {key: array.shape for key, array in entry.arrays().items()}
-    if moment is not None:
-        shapes["second_moment"] = moment.shape[:-1] if moment.ndim == dimensions + 1 else (-1,)
-    if len(set(shapes.values())) > 1 or entry.amax.ndim != dimensions:
-        found = ", ".join(f"{key} {array.shape}" for key, array in entry.arrays().items())
+    if entry.amax.shape != entry.rows.shape or entry.amax.ndim != dimensions:
         raise CalibrationError(
-            f"statistics: {name} has shapes {found}; expected {'[E]' if dimensions else '[]'} for"
-            " all, and one axis more for second_moment"
-        )
-    if (entry.percentile is None) != (percentile is None):
-        raise CalibrationError(
-            f"statistics: {name} has {'no ' if entry.percentile is None else 'a '}percentile, but"
-            f" the percentile of the run is {percentile}"
+            f"statistics: {name} has shapes amax {entry.amax.shape}, rows {entry.rows.shape};"
+            f" expected {'[E]' if dimensions else '[]'} for both"
         )
 
 
@@ -309,7 +284,8 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     }
     for layer, counts in stats.routed_tokens.items():
         tensors[f"layers.{layer}.experts.routed_tokens"] = np.asarray(counts, order="C")
-    record = {"version": FORMAT_VERSION, **{key: getattr(stats, key) for key in _FIELDS}}
+    record = {key: getattr(stats, key, None) for key in _FIELDS}  # percentile is always null
+    record["version"] = FORMAT_VERSION
     write_file(path, save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)}))
 
 
@@ -349,6 +325,8 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
             record = _record(path, file.metadata())
             tensors = {}
             for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name.endswith(_IGNORED):
+                    continue
                 key = name.rpartition(".")[2]
                 expected = "I64" if _ROUTED.fullmatch(name) else _DTYPES.get(key)
                 if expected is None:
@@ -390,7 +368,7 @@ def _record(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
             raise CalibrationError(
                 f"{path}: metadata {key} is a {type(record[key]).__name__}, not what it should be"
             )
-    percentile = record["percentile"]
+    percentile = record.pop("percentile")
     sound = {
         "data": all(
             isinstance(one, dict) and isinstance(one.get("digest"), str) for one in record["data"]

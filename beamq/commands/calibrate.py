@@ -103,7 +103,7 @@ def _show(screen: Screen, stats: CalibrationStats, target: Path, seconds: float)
             "model": stats.model_name,
             "tokens": stats.total_tokens,
             "experts": stats.experts,
-            "percentile": stats.percentile,  # of files that an earlier version made
+            "percentile": None,  # versions before 0.2 could record one
             "data": list(stats.data),
             "dropped_tokens": stats.dropped_rows,
             "dropped": list(stats.dropped_names),

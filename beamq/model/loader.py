@@ -122,7 +122,7 @@ class Fill:
             out.copy_(raw)
 
 
-def _copied(tree: Any, device: torch.device) -> Any:
+def copied(tree: Any, device: torch.device) -> Any:
     """A copy of a dataclass (and those within) with every tensor on a CUDA device.
 
     Memory of the copies is tied to the device's default stream, which will use them.
@@ -132,11 +132,11 @@ def _copied(tree: Any, device: torch.device) -> Any:
         moved.record_stream(torch.cuda.default_stream(device))
         return moved
     if isinstance(tree, tuple):
-        return tuple(_copied(item, device) for item in tree)
+        return tuple(copied(item, device) for item in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         names = [field.name for field in dataclasses.fields(tree)]
         return dataclasses.replace(
-            tree, **{name: _copied(getattr(tree, name), device) for name in names}
+            tree, **{name: copied(getattr(tree, name), device) for name in names}
         )
     return tree
 
@@ -293,7 +293,7 @@ class LayerLoader:
         if self._stream is None:
             return built
         with torch.cuda.stream(self._stream):
-            uploaded: Tree = _copied(built, self.device)
+            uploaded: Tree = copied(built, self.device)
         self._stream.synchronize()
         return uploaded
 

@@ -18,7 +18,7 @@ from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups
 from beamq.model.gemm.select import expert_range, select_gemm
 from beamq.model.gemm.triton_gemm import Triton
 from beamq.model.layer import LayerWeights, SparseMlp, decoder_layer, residual_add
-from beamq.model.loader import upload
+from beamq.model.loader import copied
 from beamq.model.logits import logits
 from beamq.model.moe import ExpertSlice, accumulate, dispatch, moe
 from benchmarks.random_layer import SMALL, random_layer
@@ -33,7 +33,7 @@ def context(length: int, device: torch.device, gemm: str = "reference") -> PassC
 
 
 def on_gpu(weights: LayerWeights, cuda: torch.device) -> LayerWeights:
-    return upload(weights, cuda, torch.cuda.Stream(cuda))
+    return copied(weights, cuda)
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -107,7 +107,7 @@ def test_attention(cuda: torch.device, sequences: tuple[int, ...], window: int |
         gate_bias=torch.randn(heads).bfloat16(),
     )
     wanted = gated_heads(fused, weights, layout, context(300, CPU))
-    on_device = upload(weights, cuda, torch.cuda.Stream(cuda))
+    on_device = copied(weights, cuda)
     got = gated_heads(fused.to(cuda), on_device, layout, context(300, cuda))
     assert relative(got, wanted) < 4e-3
 
@@ -124,7 +124,7 @@ def test_close_and_sum_round_where_the_plain_path_does(cuda: torch.device) -> No
     chosen = torch.rand(50, 16).topk(4)[1]
     plan = dispatch(chosen, torch.rand(50, 4), 16)
     y, sums = torch.randn(200, 320).bfloat16(), torch.zeros(50, 320)
-    on_device = upload(plan, cuda, torch.cuda.Stream(cuda))
+    on_device = copied(plan, cuda)
     device_sums = sums.to(cuda)
     cut = plan.offsets[7]
     for low, high in ((0, cut), (cut, 200)):

@@ -187,10 +187,6 @@ class TestRefused:
             (lambda: {"layers.0.mlp.down": scalar(rows=0)}, "saw no token"),
             (lambda: {"layers.8.self_attn.o": scalar()}, "the model has 8 layers"),
             (lambda: {"layers.4.mlp.down": scalar()}, "layer 4 is sparse"),
-            (
-                lambda: {"layers.0.mlp.down": scalar(second_moment=f32([1.0] * 3))},
-                "of 3 inputs, not 512",
-            ),
         ],
     )
     def test_entries(

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save, save_file
 
 from beamq.calib.statistics import (
     MAX_DROPPED_NAMES,
@@ -40,23 +41,18 @@ def i64(values: Any) -> Any:
     return np.asarray(values, dtype=np.int64)
 
 
-def entry(rng: np.random.Generator, shape: tuple[int, ...], rich: bool) -> InputStats:
+def entry(rng: np.random.Generator, shape: tuple[int, ...]) -> InputStats:
     amax = f32(rng.uniform(0.1, 9.0, shape))
-    return InputStats(
-        amax=amax,
-        rows=i64(rng.integers(1, 100, shape)),
-        percentile=f32(amax * np.float32(0.5)) if rich else None,
-        second_moment=f32(rng.uniform(0, 2, (*shape, HIDDEN))) if rich else None,
-    )
+    return InputStats(amax=amax, rows=i64(rng.integers(1, 100, shape)))
 
 
-def make(seed: int = 0, *, rich: bool = False, **fields: Any) -> CalibrationStats:
+def make(seed: int = 0, **fields: Any) -> CalibrationStats:
     rng = np.random.default_rng(seed)
     inputs = {
-        "layers.0.self_attn.qkv_gate": entry(rng, (), rich),
-        "layers.0.mlp.down": entry(rng, (), rich),
-        "layers.1.experts.gate_up": entry(rng, (EXPERTS,), rich),
-        "layers.1.experts.down": entry(rng, (EXPERTS,), rich),
+        "layers.0.self_attn.qkv_gate": entry(rng, ()),
+        "layers.0.mlp.down": entry(rng, ()),
+        "layers.1.experts.gate_up": entry(rng, (EXPERTS,)),
+        "layers.1.experts.down": entry(rng, (EXPERTS,)),
     }
     chosen: dict[str, Any] = {
         "model_name": "beam-test",
@@ -67,7 +63,6 @@ def make(seed: int = 0, *, rich: bool = False, **fields: Any) -> CalibrationStat
         "routed_tokens": {1: i64(rng.integers(0, 100, EXPERTS))},
         "data": ({"digest": f"data-{seed}", "sources": [{"name": "x", "tokens": 100}]},),
         "versions": {"beamq": "0.1.0"},
-        "percentile": 99.9 if rich else None,
         "dropped_rows": 1,
         "dropped_names": ("sample 3, layer 1",),
     }
@@ -83,7 +78,7 @@ def as_plain(stats: CalibrationStats) -> dict[str, Any]:
     }
     routed = {layer: counts.tobytes() for layer, counts in stats.routed_tokens.items()}
     names = ("model_name", "model_fingerprint", "experts", "total_tokens", "data", "versions")
-    more = ("percentile", "dropped_rows", "dropped_names")
+    more = ("dropped_rows", "dropped_names")
     return {"inputs": plain, "routed": routed} | {n: getattr(stats, n) for n in (*names, *more)}
 
 
@@ -133,12 +128,8 @@ class TestChecks:
             ("layers.0.mlp.down", {"rows": i64(-1)}, "negative or not finite"),
             ("layers.0.mlp.down", {"rows": f32(1)}, "is float32, expected int64"),
             ("layers.0.mlp.down", {"amax": f32([1]), "rows": i64([1])}, "expected \\[\\]"),
-            ("layers.0.mlp.down", {"second_moment": f32([[1.0]])}, "has shapes"),
-            ("layers.0.mlp.down", {"second_moment": f32(1.0)}, "has shapes"),
-            ("layers.0.mlp.down", {"percentile": f32(1)}, "has a percentile"),
             ("layers.1.experts.down", {"rows": i64([1] * 5)}, "has shapes"),
             ("layers.1.experts.down", {"amax": f32(1), "rows": i64(1)}, "expected \\[E\\]"),
-            ("layers.1.experts.down", {"second_moment": f32([[-1.0]] * 4)}, "negative"),
         ],
     )
     def test_bad_arrays(self, name: str, broken: dict[str, Any], message: str) -> None:
@@ -153,7 +144,6 @@ class TestChecks:
             ({"experts": "some"}, "not routed or all"),
             ({"total_tokens": -1}, "total_tokens is -1"),
             ({"dropped_rows": -1}, "dropped_rows is -1"),
-            ({"percentile": 99.0}, "has no percentile"),
             ({"routed_tokens": {}}, "not that of"),
             ({"routed_tokens": {1: i64([1, 2])}}, "not that of"),
             ({"routed_tokens": {1: i64([[1, 2, 3, 4]])}}, "expected \\[E\\]"),
@@ -182,54 +172,39 @@ class TestChecks:
 
 class TestMerge:
     def test_values(self) -> None:
-        first, second = make(1, rich=True), make(2, rich=True)
+        first, second = make(1), make(2)
         merged = merge(first, second)
         for name, found in merged.inputs.items():
             a, b = first.inputs[name].arrays(), second.inputs[name].arrays()
             assert (found.amax == np.maximum(a["amax"], b["amax"])).all()
-            assert (found.percentile == np.maximum(a["percentile"], b["percentile"])).all()
             assert (found.rows == a["rows"] + b["rows"]).all()
-            weights = np.stack([a["rows"], b["rows"]]).astype(np.float64)[..., None]
-            moments = np.stack([a["second_moment"], b["second_moment"]])
-            expected = (moments * weights).sum(0) / weights.sum(0)
-            np.testing.assert_allclose(found.arrays()["second_moment"], expected, rtol=1e-6)
         both = first.routed_tokens[1] + second.routed_tokens[1]
         assert (merged.routed_tokens[1] == both).all()
         assert merged.total_tokens == 200
         assert merged.data_digests == ("data-1", "data-2")
         assert merged.dropped_rows == 2
 
-    @given(seeds=st.tuples(st.integers(0, 50), st.integers(51, 99)), rich=st.booleans())
-    def test_commutative_bit_for_bit(self, seeds: tuple[int, int], rich: bool) -> None:
-        first, second = (make(seed, rich=rich, dropped_names=()) for seed in seeds)
+    @given(seeds=st.tuples(st.integers(0, 50), st.integers(51, 99)))
+    def test_commutative_bit_for_bit(self, seeds: tuple[int, int]) -> None:
+        first, second = (make(seed, dropped_names=()) for seed in seeds)
         one, other = as_plain(merge(first, second)), as_plain(merge(second, first))
         assert sorted(one.pop("data"), key=str) == sorted(other.pop("data"), key=str)
         assert one == other
 
     def test_unseen_experts_merge_to_zero(self) -> None:
         def unseen(seed: int) -> CalibrationStats:
-            stats = make(seed, rich=True)
+            stats = make(seed)
             name = "layers.1.experts.down"
             zero = replace(
                 stats.inputs[name],
                 amax=f32([0] * EXPERTS),
                 rows=i64([0] * EXPERTS),
-                second_moment=f32(np.zeros((EXPERTS, HIDDEN))),
             )
             return replace(stats, inputs={**stats.inputs, name: zero})
 
         found = merge(unseen(1), unseen(2)).inputs["layers.1.experts.down"]
-        assert not found.second_moment.any()  # type: ignore[union-attr]
-
-    def test_one_row_keeps_its_moment(self) -> None:
-        name = "layers.0.mlp.down"
-        one, none = make(1, rich=True), make(2, rich=True)
-        seen = replace(one.inputs[name], rows=i64(1))
-        unseen = replace(none.inputs[name], rows=i64(0), second_moment=f32(np.zeros(HIDDEN)))
-        one = replace(one, inputs={**one.inputs, name: seen})
-        none = replace(none, inputs={**none.inputs, name: unseen})
-        found = merge(one, none).inputs[name].arrays()["second_moment"]
-        assert found.tobytes() == seen.arrays()["second_moment"].tobytes()
+        assert not found.amax.any()
+        assert not found.rows.any()
 
     def test_versions_and_names(self) -> None:
         many = tuple(str(i) for i in range(MAX_DROPPED_NAMES))
@@ -244,7 +219,6 @@ class TestMerge:
         [
             (lambda: make(2, model_fingerprint="cd" * 32), "the statistics are of"),
             (lambda: make(2, experts="all"), "experts = routed, the other all"),
-            (lambda: make(2, rich=True), "percentile = None, the other 99.9"),
             (lambda: make(1), "count twice"),
             (lambda: make(2, inputs={}), "only one run has statistics of layers.0.mlp.down"),
             (
@@ -259,23 +233,36 @@ class TestMerge:
 
     def test_different_arrays_are_refused(self) -> None:
         second = make(2)
-        name = "layers.0.mlp.down"
-        richer = replace(second.inputs[name], second_moment=f32([1.0]))
-        with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.down has amax, rows in one"):
-            merge(make(1), replace(second, inputs={**second.inputs, name: richer}))
+        name = "layers.1.experts.down"
+        more = InputStats(amax=f32([1] * 5), rows=i64([1] * 5))
+        inputs = {**second.inputs, name: more, "layers.1.experts.gate_up": more}
+        other = replace(second, inputs=inputs, routed_tokens={1: i64([1] * 5)})
+        with pytest.raises(CalibrationError, match=r"experts\.gate_up has amax, rows in one"):
+            merge(make(1), other)
 
 
 class TestFile:
-    @pytest.mark.parametrize("rich", [False, True])
-    def test_round_trip(self, tmp_path: Path, rich: bool) -> None:
-        stats = make(rich=rich)
+    def test_what_earlier_versions_recorded_besides_is_ignored(self, tmp_path: Path) -> None:
+        stats, path = make(), tmp_path / "old.safetensors"
+        save_stats(stats, path)
+        with safe_open(str(path), framework="np") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            record = json.loads(file.metadata()[METADATA_KEY])
+        tensors["layers.0.mlp.down.percentile"] = f32(1)
+        tensors["layers.0.mlp.down.second_moment"] = f32([1] * HIDDEN)
+        text = json.dumps({**record, "percentile": 99.9}, sort_keys=True)
+        path.write_bytes(save(tensors, {METADATA_KEY: text}))
+        assert as_plain(load_stats(path)) == as_plain(stats)
+
+    def test_round_trip(self, tmp_path: Path) -> None:
+        stats = make()
         save_stats(stats, tmp_path / "a.safetensors")
         again = load_stats(tmp_path / "a.safetensors")
         assert as_plain(again) == as_plain(stats)
         assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
 
     def test_same_statistics_same_bytes(self, tmp_path: Path) -> None:
-        stats = make(rich=True, versions={"beamq": "1", "torch": "2"})
+        stats = make(versions={"beamq": "1", "torch": "2"})
         back = replace(
             stats,
             inputs=dict(reversed(list(stats.inputs.items()))),
