@@ -8,8 +8,7 @@ numbers for each expert are kept. Nothing waits for the device before the layer 
 magnitudes are exact: those of the activation dtype, widened to FP32.
 
 A token with a NaN or infinity at some input is left out of that input's statistics and counted
-(`suspects`). Its hidden states stay non-finite after that layer, and attention soon spreads them
-over the sequence, because it multiplies masked values by 0 and 0 times infinity is NaN. So
+(`suspects`). Attention soon spreads it over the sequence, since 0 times infinity is NaN. So
 `TokenWatch` looks for bad tokens in the hidden states once a layer, and `suspects` says at which
 input they began.
 

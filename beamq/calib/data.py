@@ -8,9 +8,8 @@ its weight. All documents are then shuffled together, joined with the end-of-tex
 and cut every T tokens. Every row is full (no padding), a row may hold several documents, and no
 token sees another row. Weights count tokens, not documents.
 
-A source with too little text gives what it has, and the others are not stretched to make up for
-it, so that the mix stays as asked. The result then has fewer rows than asked; `notes` and the
-record say so. Less than one row is an error.
+A source with too little text gives what it has, and the others do not make up for it, so that the
+mix stays as asked; `notes` and the record say so. Less than one row is an error.
 
 Limits: the last document of a source is cut where its share is full, and up to T-1 tokens of a
 corpus that is too short are not used. All rows are in memory: 8 bytes a token.

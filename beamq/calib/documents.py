@@ -14,9 +14,8 @@ rows of tokens, cut at line ends, each a document of its own.
 
 A name that exists on disk is a path, even if it looks otherwise (`odd:0.5`). Folders are read
 recursively, without hidden entries: .txt .md .py as text, .jsonl .parquet as rows. A row's document
-is its `text`, or its `messages` (objects with `role` and `content`) through the tokenizer's chat
-template. A row with neither column is an error, because a guessed column would calibrate on data
-that nobody chose.
+is its `text`, or its `messages` (objects with `role` and `content`) through the chat template; a
+row with neither is an error.
 
 Limits: UTF-8 only; a file of more than 65,536 units (1 GB of text at 2,048 tokens) is sampled
 evenly. Why not the `datasets` library for files: ADR 13.

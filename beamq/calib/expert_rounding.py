@@ -1,6 +1,6 @@
 """Round a layer's experts by the inputs that calibration has just recorded.
 
-In: a layer after its forward pass (`VisitedLayer`): its experts' weights, and every batch's input
+In: a layer after its forward pass (`LayerExperts`): its experts' weights, and every batch's input
 of them. Out: codes, block scales and a global scale for each scale group, handed to `write`.
 
     method "gptq"            full second moments of the inputs, GPTQ (formats/gptq.py)
@@ -9,18 +9,14 @@ of them. Out: codes, block scales and a global scale for each scale group, hande
 The one idea: this runs when the layer's `input_scale`s are known, so inputs are quantized exactly
 as they will be served, and the moments are those of what the rounded weights will multiply. A few
 experts at a time: their inputs are computed again (for `down` with the exact gate and up), summed
-up, used and dropped. Moments of K inputs take 4 K^2 bytes for each expert, 27 GB for a whole layer
-of the real model.
+up, used and dropped. Moments of K inputs take 4 K^2 bytes for each expert, 27 GB for a layer of the
+real model. gate and up share moments as they share a global scale. An expert with fewer rows than
+inputs is drawn towards the moments of the whole layer (`gptq.shrunk`).
 
-gate and up read the same inputs, so they share moments as they share a global scale. An expert
-with fewer rows than inputs is drawn towards the moments of the whole layer (`gptq.shrunk`).
+Rows of an expert are gathered over batches, so that each step is one large call. Its size depends
+on the expert's own rows alone, so neither the other experts nor the number of processes changes a
+bit. Sums are of `code * block_scale`, exact in BF16. Rows that are not finite count as zeros.
 
-Rows of an expert are gathered over batches until they are many, so that each step is one large
-call. When this happens depends on the expert's own rows alone, so neither the experts that are
-summed together nor the number of processes changes a bit. Sums are of `code * block_scale`, exact
-in BF16 (a common factor changes nothing). Rows that are not finite count as zeros.
-
-Each process rounds its own experts; `amax` and the layer's exchange share what they must share.
 Limits: the activation dtype must hold the source's weights exactly.
 """
 

@@ -10,9 +10,8 @@ layer is already being read. `after` gets them at that moment, and `tap` sees ev
 loader reads: a converter needs nothing more to write the layer in the same pass.
 
 On the device: two units of weights (one in use, one read ahead), one batch's activations, and the
-hidden states of all samples as far as they fit. Whole layers come first, then states. Where not
-even whole layers fit, their experts come in slices and all states wait on the host. On a CPU,
-device and host are one, and the limit applies to weights and activations.
+hidden states of all samples as far as they fit. Where not even whole layers fit, experts come in
+slices and all states wait on the host. On a CPU the limit applies to weights and activations.
 
 Limits: prefill; rows of one length. The figures of `DevicePlan` are upper bounds.
 """
@@ -349,7 +348,6 @@ class CalibrationPass:
         return float(max(self._ranks.gather(self._collector.expert_amax(layer, group))))
 
     def _embed(self, loader: LayerLoader) -> list[Batch]:
-        """The states in front of the first layer."""
         table = loader.embedding()
         ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
         hidden = [table[vector] for vector in ids]
@@ -357,7 +355,6 @@ class CalibrationPass:
         return self._batches(hidden)
 
     def _take_up(self, saved: Saved) -> list[Batch]:
-        """The states an earlier run saved."""
         self._stats = saved.stats
         self._watch.continue_from(saved.hidden, saved.stats.dropped_rows, saved.stats.dropped_names)
         return self._batches(saved.hidden)

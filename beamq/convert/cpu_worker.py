@@ -398,7 +398,6 @@ class BufferPool(Generic[Buffer]):
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    """Memory of this process."""
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

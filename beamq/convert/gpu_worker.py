@@ -274,7 +274,6 @@ class GpuWorker:
         return True
 
     def _small(self, job: Job, global_scale: float) -> Iterator[tuple[OutputTensor, memoryview]]:
-        """The scales of four bytes."""
         for member in job.members:
             outputs = Nvfp4Outputs(*member.outputs)
             yield outputs.global_scale, f32_bytes(global_scale)

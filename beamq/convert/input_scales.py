@@ -185,7 +185,6 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
 
 
 def _sources(stats: CalibrationStats) -> str:
-    """What the data was, for people."""
     names = [
         str(source["name"])
         for record in stats.data

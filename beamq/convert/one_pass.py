@@ -10,13 +10,11 @@ input scales are written when the layer's last sample has left it. The scheduler
 forward pass never reads (the head, the last norm, tensors that are not Beam's), and the unfinished
 shards of a resumed run's earlier layers.
 
-Where the recipe rounds experts by their inputs (GPTQ), the pass rounds them, layer by layer, and
-`ExpertWriter` writes them. A killed run goes on from the last layer whose state is saved in the
-output's state folder, or starts again if rounded experts before it are not durable yet.
+Where the recipe rounds experts by their inputs (GPTQ), `ExpertWriter` writes them. A killed run
+continues from the last saved layer, or starts again if rounded experts before it are not durable.
 
-Under torchrun the experts of the pass are split over ranks. Where experts are rounded, each rank
-writes those it has, into shards of any rank, and streams everything else of its own shards.
-Otherwise the conversion comes after the pass, split by shards, and reads the source a second time.
+Under torchrun the pass splits experts over ranks. Where experts are rounded, each rank writes its
+own, into shards of any rank. Otherwise the conversion follows the pass and reads the source again.
 """
 
 from __future__ import annotations
@@ -298,7 +296,6 @@ class StreamingConverter:
             self.done.add(job.index)
 
     def _worker(self) -> Worker:
-        """The worker of the calling thread."""
         worker: Worker | None = getattr(self._thread, "worker", None)
         if worker is None:
             worker = self._thread.worker = self._factory.worker(self._context)

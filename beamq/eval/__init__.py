@@ -1,4 +1,1 @@
-"""Judging checkpoints: what the engines would make of them, and whether they are right.
-
-Everything here reads files only. Nothing here knows how a checkpoint was made.
-"""
+"""Judging checkpoints, from their files alone, however they were made."""

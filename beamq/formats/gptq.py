@@ -28,10 +28,7 @@ the same bits on GPUs). All is FP32, and each product and sum is rounded by itse
     x_k    += (w_j - rounded) * U_jk                             for every k > j
 
 Feedback between blocks is a GEMM: of 16 columns inside a window of 128, and of 128 from all columns
-before it. Weights are held with N last, which suits both. Each expert costs K^3/3 for the factor,
-N K^2 for the feedback, and 272 roundings a weight, each with the feedback inside its block.
-
-Limits: results depend on the order of FP32 sums in GEMMs, so on the device and its libraries.
+before it. Limits: results depend on the order of FP32 sums in GEMMs, so on device and libraries.
 """
 
 from __future__ import annotations

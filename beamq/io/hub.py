@@ -9,9 +9,8 @@ what they mean elsewhere. A branch is looked up once; all later requests name th
 branch that moves during a run changes nothing. With HF_HUB_OFFLINE, a snapshot in the Hub cache
 serves instead. A file that is in the cache is never fetched again and never deleted.
 
-The library retries only some requests. `hub_call` treats all in the same way: it retries transient
-failures (429, 5xx, a cut or refused connection) with growing waits and keeps to a server's
-Retry-After; it turns any other failure into an error that says what to do.
+The library retries only some requests. `hub_call` retries all transient failures, with growing
+waits and by a server's Retry-After, and turns any other failure into an error with a remedy.
 """
 
 from __future__ import annotations

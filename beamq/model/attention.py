@@ -10,9 +10,7 @@ plain causal; each further block of W queries meets the block of keys before it 
 with one fixed band mask, so the cost is O(T W) and not O(T^2). There, query heads that share a KV
 head are stacked along the query axis, so that K and V are not copied.
 
-Rounding points are those of transformers' Beam in the activation dtype: after each projection,
-after the head norm, after RoPE or the query scale (both computed in FP32), after the softmax's
-product, after gate + bias, after the sigmoid, after their product.
+Rounding points are those of transformers' Beam; RoPE and the query scale are computed in FP32.
 
 Limits: prefill only; no cache, no dropout, no logit softcap inside attention.
 """

@@ -17,9 +17,6 @@ broadcast when others need them (`HiddenStates`).
 A `PostLayerHook` sees a layer's experts again when all batches have passed them and all of their
 inputs are known. Such a layer is computed like one with slices.
 
-Several models can run side by side: `in_turns` delivers layer 0 of each, layer 1 of each, and so
-on, and a `LayerPass` for each model applies them.
-
 Limits: prefill of whole sequences; one device to a process. The tokens of a batch are computed
 together, so the size of a batch sets the memory of activations.
 """

@@ -13,9 +13,8 @@ RoPE, query scale, router and softcap are computed in FP32 whatever the dtype. W
 leaves an order of sums open (attention kernels, the sum over experts), results agree to FP32
 rounding.
 
-So that many batches can share a slice of experts, a layer is cut into `attention_half`, then
-`dense_mlp` or `moe.choose / dispatch / add_slice / finish`, and `close_mlp`. `decoder_layer` does
-all of it for one batch.
+Many batches can share a slice of experts: `attention_half`, then `dense_mlp` or `moe.choose /
+dispatch / add_slice / finish`, and `close_mlp`. `decoder_layer` does all of it for one batch.
 """
 
 from __future__ import annotations

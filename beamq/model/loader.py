@@ -11,12 +11,9 @@ passes through a copy. For CUDA, buffers are pinned and copied on a separate str
 transfer overlaps with computing.
 
 A linear's format follows from its tensors: U8 codes with two levels of scales are NVFP4, E4M3 codes
-with a row scale are FP8, BF16, FP16 and FP32 are dense. The config (`quantization_config`, or
-`hf_quant_config.json` alone) must announce a quantized format; otherwise no engine would read the
-checkpoint as we do. Unquantized weights are cast to the activation dtype; the router's weight and
-bias are always FP32.
-
-Limits: values are not searched for NaN here; conversion and `verify` do that.
+with a row scale are FP8, others are dense. The config must announce a quantized format, as engines
+demand. Unquantized weights are cast to the activation dtype, the router's to FP32. Limits: values
+are not searched for NaN here; conversion and `verify` do that.
 """
 
 from __future__ import annotations

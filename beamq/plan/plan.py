@@ -8,9 +8,8 @@ All sizes follow from dtypes and shapes. So a conversion can write any tensor at
 thread or process, and faults of names or shapes and the need of disk and memory are known before it
 starts. The same input gives the same plan, byte for byte (`digest`).
 
-A unit, i.e. (layer, expert|dense-mlp|attention), is quantized or not as a whole: partly excluded
-fused linears are refused by one engine and misread by the other. So an exclude pattern that hits
-any linear of a unit is widened to the unit, and the plan says so.
+A unit, (layer, expert|dense-mlp|attention), is quantized or not as a whole (ADR 7): an exclude
+pattern that hits any linear of a unit is widened to the unit, and the plan says so.
 """
 
 from __future__ import annotations

@@ -158,7 +158,6 @@ def _color(place: int) -> str:
 
 
 def _lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
-    """Draw named series over layers, with a legend."""
     for place, (name, layers, values) in enumerate(series):
         marker = _MARKERS[place % len(_MARKERS)]
         axes.plot(layers, values, color=_color(place), marker=marker, label=_short(name))

@@ -94,7 +94,6 @@ def report_markdown(comparison: Comparison) -> str:
 
 
 def _values(comparison: Comparison) -> dict[str, Any]:
-    """What the pages of a comparison show."""
     names = listed([candidate.model.name for candidate in comparison.candidates])
     return {
         "title": f"{names} compared with {comparison.source.name}",

@@ -11,12 +11,11 @@ Three ideas.
 2. After each layer a token has a noise power |h' - h|^2 and a signal power |h|^2. The relative
    error is the root of the ratio of their sums. A layer's `added` is the growth of that ratio over
    the layer. It may be negative: some layers average incoming noise away.
-3. Standard errors are over tokens, as if these were independent draws. Those of one text are not:
-   on text of another kind a figure can move by more than its standard error.
+3. Standard errors are over tokens, as if these were independent draws, which those of one text are
+   not: on other text a figure can move by more than its standard error.
 
-Measures that llama.cpp's perplexity tool also prints have its names (KLD, PPL, Δp, same top p) and
-its meaning: natural logarithms, KL(base || candidate). That tool scores the second half of each
-context; here every position counts, for perplexity and Δp every one that a token follows.
+Names and meaning are those of llama.cpp's perplexity tool (KLD, PPL, Δp, same top p). That tool
+scores the second half of each context; here every position counts.
 """
 
 from __future__ import annotations

@@ -15,10 +15,8 @@ Parts are spared in the order of nats per byte. The prediction is the candidate'
 share of the parts' summed KL that is not spared. Losses do not quite add up, so the report shows
 how far their sum is from the measured whole; `beamq compare` measures the result.
 
-Cost: with P parts, rows pass each layer P / 2 times on average. Memory: one hidden state for each
-token and part.
-Limits: whole parts, the only exclusions that both engines take (ADR 7); one process. Losses are
-those of this text.
+Cost: with P parts, rows pass each layer P / 2 times on average, and each token has a hidden state
+for each part. Limits: whole parts (ADR 7); one process; losses are those of this text.
 """
 
 from __future__ import annotations

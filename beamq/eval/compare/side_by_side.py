@@ -14,9 +14,8 @@ quantized activations (`floor`). Its KL is the part of the loss that no better w
 A weight defines how its input is quantized (FP8 by token, NVFP4 by `input_scale`), so the pass
 needs no more than `ServedWeight`, an exact weight with a quantized one attached.
 
-Under torchrun each process reads and holds a range of every sparse layer's experts and all other
-weights. Sums over experts are passed on in the order of experts (ADR 9), so findings equal those of
-one process to the bit.
+Under torchrun each process holds a range of every layer's experts and all other weights; findings
+equal those of one process to the bit (ADR 9).
 """
 
 from __future__ import annotations

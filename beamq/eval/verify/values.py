@@ -264,7 +264,6 @@ class Nvfp4Bound:
 
 
 def _squares(x_NK: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Sum of squares over each row."""
     sums_N: NDArray[np.float64] = np.einsum("nk,nk->n", x_NK, x_NK).astype(np.float64)
     return sums_N
 

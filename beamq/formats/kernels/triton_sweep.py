@@ -9,11 +9,10 @@ while candidate scales are tried, at seven or eight instructions per value. Erro
 operation by operation as in the plain torch twin, so the compiler must not fuse a product with a
 sum (`enable_fp_fusion=False`). The fused operations here are explicit, where the product is exact.
 
-Not every candidate is tried. With a scale below the `max` rule's, the largest value is clipped, and
-rounding is monotone: a block's error is at least this one value's squared distance from 6, as
-computed. Scales above are tried first, therefore, then those below, and one of these is skipped
-where this bound already exceeds the least error in all blocks of a warp. A program is one warp, so
-the test costs a vote and no barrier. The choice is the same, ties included.
+Not every candidate is tried. A scale below the `max` rule's clips the largest value, so a block's
+error is at least this value's squared distance from 6. Scales above are tried first, and one below
+is skipped where this bound exceeds the least error in all blocks of a warp. A program is one warp,
+so the test costs a vote and no barrier. The choice is the same, ties included.
 
 Limits: bound by arithmetic; no weights for columns (the CPU kernels and plain torch have them);
 compute capability 8.9.

@@ -282,7 +282,6 @@ def cache_folder() -> Path:
 
 
 def _import_quack() -> Any:
-    """The two names of quack that are used."""
     # By default it loads compiled kernels from a folder in /tmp that other users could create.
     os.environ.setdefault("QUACK_CACHE_DIR", str(cache_folder() / "quack"))
     from quack.blockscaled import BlockScaledOperand

@@ -13,9 +13,6 @@ In: a name. Out: a `Gemm`.
 The one idea: a back end is used for an operation only after it passed its check (check.py) on this
 device. `reference` is never refused. It also serves calls that no back end takes: activations that
 are not BF16, and widths that are not multiples of 16.
-
-Experts are processed in ranges of at most `CHUNK_BYTES` of input rows, so that the tensors between
-the two GEMMs stay small compared with the layer's weights.
 """
 
 from __future__ import annotations

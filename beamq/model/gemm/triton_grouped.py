@@ -7,11 +7,10 @@ The one idea: formats differ only in two factors after the sum, so one kernel se
 y = (a b^T) * row scale * column scale, rounded once. BF16 has no scales. FP8 has one per token and
 one per output. NVFP4, whose codes times block scales are exact in BF16, has its two global scales.
 
-Tiles: the output is cut into tiles of rows that never span two experts. A table lists them: int32
-[1 + n, 3], first the number of tiles, then for each its expert, its first row and the end of its
-expert's rows. As many programs as the GPU has multiprocessors walk through it, one expert's tiles
-after another, so that its weights pass through the L2 cache once. Where only the device knows the
-offsets (`ExpertRows`), the table is made there, with room for as many tiles as there can be.
+Tiles of rows never span two experts. A table lists them: int32 [1 + n, 3], first their number, then
+for each its expert, its first row and the end of its expert's rows. As many programs as the GPU has
+multiprocessors walk through it, expert by expert, so that weights pass through the L2 cache once.
+Where only the device knows the offsets (`ExpertRows`), it makes the table.
 
 With `swiglu`, a program computes the same columns of gate and of up, rounds both to BF16 as the
 unfused layer does, and writes their product.
