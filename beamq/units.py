@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from fractions import Fraction
 from typing import Any
 
 from beamq.errors import UsageError
@@ -25,6 +24,8 @@ def parse_size(text: str, option: str) -> int:
     if found is None or (found[3] and not found[2]):
         raise UsageError(f"{option} {text!r}: not a size; write for example 5GB, 500MB or 4GiB")
     base = 1024 if found[3] else 1000
+    from fractions import Fraction  # late, as above all `--help` has no use for it
+
     nbytes = int(Fraction(found[1]) * base ** _POWERS[found[2].lower()])
     if nbytes < 1:
         raise UsageError(f"{option} {text!r}: expected at least one byte")

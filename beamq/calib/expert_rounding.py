@@ -321,7 +321,6 @@ def _on_host(
     amax_E: torch.Tensor,
     counts_E2: torch.Tensor,
 ) -> list[RoundedGroup]:
-    """Results by expert, in few transfers."""
     codes, block_scales = _to_host(codes_ENH), _to_host(block_scale_ENB.view(torch.uint8))
     found = zip(scale_E.tolist(), amax_E.tolist(), counts_E2.tolist(), strict=True)
     return [

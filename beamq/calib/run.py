@@ -344,7 +344,6 @@ class CalibrationPass:
         return self._stats
 
     def _expert_amax(self, layer: int, group: str) -> float:
-        """Over the experts of all processes."""
         return float(max(self._ranks.gather(self._collector.expert_amax(layer, group))))
 
     def _embed(self, loader: LayerLoader) -> list[Batch]:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from contextlib import suppress
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +112,8 @@ def doctor_blocks(data: dict[str, Any]) -> list[Block]:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata  # takes 7 ms, which `--help` need not pay
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -419,6 +419,5 @@ def _key(job: Job) -> Key:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's bytes as stored."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers

@@ -153,7 +153,6 @@ def _for_page(svg: str, key: str) -> str:
 
 
 def _color(place: int) -> str:
-    """The stand-in colour of a series."""
     return f"#03030{place % SERIES}"
 
 
