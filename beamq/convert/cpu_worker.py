@@ -230,7 +230,7 @@ class CpuWorker:
                 place = list(divmod(row * k + found.first_nonfinite, k))
                 raise TensorError(
                     f"{member.source.spec.file}: {module} decodes to NaN or infinity (first at"
-                    f" {place}); `beamq verify` tells what is broken"
+                    f" {place}); `beamq verify` shows what is damaged"
                 )
             sink.append(values)
             row += rows
@@ -242,7 +242,7 @@ class CpuWorker:
         if not 2.0**-126 <= scale <= 2.0**117:
             raise TensorError(
                 f"{member.source.spec.file}: {name} is {scale}, which no weight can have;"
-                " `beamq verify` tells what is broken"
+                " `beamq verify` shows what is damaged"
             )
         return scale
 

@@ -188,7 +188,7 @@ class CudaQueue:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         except RuntimeError as fault:
             raise MemoryBudgetError(
-                f"{nbytes / 1e6:.0f} MB of page-locked memory could not be had ({_line(fault)});"
+                f"{nbytes / 1e6:.0f} MB of pinned memory could not be allocated ({_line(fault)});"
                 " use fewer --workers, or --device cpu"
             ) from fault
 

@@ -388,7 +388,7 @@ class GpuWorkerFactory:
         if least > free:
             raise DeviceError(
                 f"{device}: {free / 1e9:.2f} GB are free, and one group of linears that share a"
-                f" scale takes {least / 1e9:.2f} GB; end what else runs there, or use --device cpu"
+                f" scale takes {least / 1e9:.2f} GB; stop other programs on it, or use --device cpu"
             )
         budget = min(max(DEVICE_BYTES, 2 * least), max(least, int(FREE_SHARE * free)))
         self.device_nbytes = budget

@@ -36,9 +36,7 @@ def check_places(source: str | Path, output: Path) -> None:
     inner, outer = output.resolve(), source.resolve()
     same = output.exists() and source.exists() and output.samefile(source)
     if same or inner == outer or outer in inner.parents or inner in outer.parents:
-        raise UsageError(
-            f"output {output} lies in, around or on the source {source}; choose a folder apart"
-        )
+        raise UsageError(f"output {output} overlaps the source {source}; choose a separate folder")
 
 
 def check(output: Path, *, resume: bool, overwrite: bool) -> None:
@@ -64,7 +62,7 @@ def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
     if resume:
         if not content & {STATE_DIR, MANIFEST_NAME}:
             raise ResumeError(
-                f"{output}: not empty, and no run of beamq began here; choose another output"
+                f"{output}: not empty, and not written by beamq; choose another output"
             )
         return
     if not overwrite:

@@ -399,7 +399,7 @@ def open_repo(asked: HubId) -> HubRepo:
     )
     commit = str(info.sha)
     if _COMMIT.fullmatch(commit) is None:
-        raise HubError(f"{asked}: {constants.ENDPOINT} names no commit; is it a Hub?")
+        raise HubError(f"{asked}: {constants.ENDPOINT} returned no commit; check HF_ENDPOINT")
     entries = hub_call(
         str(asked),
         "listing its files",

@@ -65,8 +65,8 @@ def apply_exclusion(pattern: str, recipe: Recipe, roles: Iterable[TensorRole]) -
                 hit[unit] = hit.get(unit, 0) + 1
     if not matched:
         raise RecipeError(
-            f"--exclude {pattern!r} matches no module; a plain word means a dotted part, globs"
-            " and `re:` match the whole name (for example model.layers.3.mlp.experts*)"
+            f"--exclude {pattern!r} matches no module; a plain word is one name between dots,"
+            " globs and `re:` match the whole name (for example model.layers.3.mlp.experts*)"
         )
     return Exclusion(
         pattern=pattern,

@@ -26,7 +26,7 @@ from beamq.units import plain, show_bytes
 SCHEMA = 1
 NAMED_LAYERS = 3
 CAVEAT = (
-    "The verdict rests on next-token agreement with the source on this text and on the error of"
+    "The verdict is based on next-token agreement with the source on this text and on the error of"
     " every linear. It says that the conversion is sound, not how a task will score. Bounds are"
     " those of the recipe; standard errors are over tokens of this text alone."
 )
