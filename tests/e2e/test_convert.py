@@ -288,7 +288,7 @@ def test_places_that_overlap_and_full_outputs_are_refused(
     beam_nano: Path, nano_copy: Path, tmp_path: Path
 ) -> None:
     for output in (nano_copy, nano_copy / "inside", nano_copy.parent):
-        with pytest.raises(UsageError, match="choose a folder apart"):
+        with pytest.raises(UsageError, match="choose a separate folder"):
             convert(nano_copy, output)
     output = convert(beam_nano, tmp_path / "out")
     with pytest.raises(ResumeError, match="not empty"):
