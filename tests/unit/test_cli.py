@@ -210,7 +210,7 @@ def test_no_submodule_hides_a_public_name() -> None:
         (["quantize", "NANO", "OUT", "--recipe", "int3", "--dry-run"], 3, "no recipe named"),
         (["quantize", "NANO", "OUT", "--exclude", "nope", "--dry-run"], 3, "matches no module"),
         (["quantize", "NANO", "OUT", "--recipe", "OUT.yaml"], 3, "OUT.yaml"),
-        (["quantize", "NANO", "NANO", "--recipe", "fp8"], 2, "choose a folder apart"),
+        (["quantize", "NANO", "NANO", "--recipe", "fp8"], 2, "choose a separate folder"),
         (["quantize", "NANO", "OUT", "-r", "fp8", "--max-host-memory", "1kB", "--resume",
           "--overwrite"], 2, "contradict"),
         (["quantize", "NANO", "OUT", "--no-calibration", "--max-host-memory", "1kB"], 4,
