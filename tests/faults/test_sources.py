@@ -301,7 +301,7 @@ def test_places_that_overlap_are_refused(run: Run, nano_copy: Path, tmp_path: Pa
     ):  # fmt: skip
         code, _, err = run("quantize", nano_copy, output, "--no-calibration", "-q")
         assert code == 2
-        assert "choose a folder apart" in err
+        assert "choose a separate folder" in err
     assert {p.name for p in nano_copy.iterdir()} >= {SINGLE}
 
 
