@@ -1,37 +1,61 @@
 """The `beamq` command: its commands in order, and how a wrong option is reported.
 
 A command (`beamq/commands/`) takes options, makes one call into the library and returns an exit
-code. Results go to stdout, everything else to stderr; `outcome` turns errors into exit codes. Heavy
-modules are imported inside commands, so that `beamq --help` is fast.
+code. Results go to stdout, everything else to stderr; `outcome` turns errors into exit codes. The
+module of a command is imported when that command is asked for, and heavy modules inside commands.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+import typer.main
 from typer.core import TyperGroup
 
 from beamq.commands import outcome
-from beamq.commands.calibrate import calibrate
-from beamq.commands.compare import compare, sensitivity
-from beamq.commands.convert import dequantize, quantize
-from beamq.commands.doctor import doctor
-from beamq.commands.plan import plan
-from beamq.commands.push import push
-from beamq.commands.verify import inspect, verify
 from beamq.errors import Interrupted, UsageError
 from beamq.version import __version__
 
-GC_THRESHOLDS = (200_000, 50, 100)
-ORDER = (plan, calibrate, quantize, verify, compare, sensitivity, inspect, dequantize, push, doctor)
+# Each command and its module in `beamq.commands`, in the order of help.
+MODULES = {
+    "plan": "plan",
+    "calibrate": "calibrate",
+    "quantize": "convert",
+    "verify": "verify",
+    "compare": "compare",
+    "sensitivity": "compare",
+    "inspect": "verify",
+    "dequantize": "convert",
+    "push": "push",
+    "doctor": "doctor",
+}
+STYLE: dict[str, Any] = {
+    "add_completion": False,
+    "rich_markup_mode": None,
+    "pretty_exceptions_enable": False,
+    "context_settings": {"help_option_names": ["-h", "--help"]},
+}
 
 
 class Commands(TyperGroup):
     """All commands. Errors of the option parser are reported as other errors are."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(MODULES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        # An unknown name loads them all, because the parser suggests one of `self.commands`.
+        for name in [cmd_name] if cmd_name in MODULES else MODULES:
+            if name not in self.commands:
+                alone = typer.Typer(**STYLE)
+                module = import_module(f"beamq.commands.{MODULES[name]}")
+                alone.command(name)(getattr(module, name))
+                self.commands[name] = typer.main.get_command(alone)
+        return self.commands.get(cmd_name)
 
     def main(  # type: ignore[override]  # keyword arguments only, and it never returns
         self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
@@ -69,20 +93,12 @@ app = typer.Typer(
     help="NVFP4 and FP8 checkpoints of Reflection's Beam that vLLM and SGLang serve unchanged.",
     epilog="Exit codes: 0 done, 1 a check failed, 2 usage, 3 bad input, 4 machine, 130 stopped.",
     no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    **STYLE,
 )
-for command in ORDER:
-    app.command()(command)
 
 
 def main() -> None:
     """Entry of the console script and of `python -m beamq`."""
-    # A plan holds half a million small records. With the default thresholds the garbage collector
-    # scans them repeatedly and takes longer than planning does.
-    gc.set_threshold(*GC_THRESHOLDS)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a name that is not UTF-8 must not stop a message
             stream.reconfigure(errors="backslashreplace")

@@ -164,7 +164,10 @@ def page(template: str, **values: Any) -> str:
         return resources.files("beamq.report").joinpath(f"templates/{name}").read_text("utf-8")
 
     escaped = template.endswith(".html")
-    pages = Environment(loader=FunctionLoader(source), autoescape=escaped, trim_blocks=True)
+    # Each template is filled once, so optimizing it costs more than it saves.
+    pages = Environment(
+        loader=FunctionLoader(source), autoescape=escaped, trim_blocks=True, optimized=False
+    )
     pages.globals.update(html=html, inline=inline, markdown=markdown)
     return pages.get_template(template).render(**values).rstrip() + "\n"
 

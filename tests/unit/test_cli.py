@@ -109,7 +109,8 @@ def quantized(beam_nano: Path, tmp_path: Path, run: Run) -> Path:
 def test_the_surface_is_frozen() -> None:
     group: Any = typer.main.get_command(app)
     found = {}
-    for name, command in group.commands.items():
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
         options = [p for p in command.params if p.param_type_name == "option"]
         arguments = [p.name for p in command.params if p.param_type_name == "argument"]
         found[name] = (
@@ -130,6 +131,18 @@ def test_help_is_frozen(run: Run, monkeypatch: pytest.MonkeyPatch, command: str)
     assert shown.out == expected.read_text()
 
 
+def test_a_command_brings_no_other_commands_module() -> None:
+    code = (
+        "import sys; from beamq.cli import app\n"
+        "try: app(['doctor', '--help'], prog_name='beamq')\n"
+        "except SystemExit: pass\n"
+        "print(sorted(m for m in sys.modules if m.startswith('beamq.commands.')))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    expected = ["beamq.commands.doctor", "beamq.commands.options", "beamq.commands.outcome"]
+    assert shown.stdout.splitlines()[-1] == str(expected)
+
+
 def test_help_names_every_command_and_exit_code(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0
@@ -142,14 +155,14 @@ def test_help_names_every_command_and_exit_code(run: Run) -> None:
 @pytest.mark.parametrize("command", ["quantize", "plan"])
 def test_help_lists_every_built_in_recipe(command: str) -> None:
     group: Any = typer.main.get_command(app)
-    recipe = next(p for p in group.commands[command].params if p.name == "recipe")
+    recipe = next(p for p in group.get_command(None, command).params if p.name == "recipe")
     listed = recipe.help.split(", ")
     assert listed == [*BUILT_IN, "or a .yaml file."]
 
 
 def test_help_says_which_recipe_takes_no_statistics() -> None:
     group: Any = typer.main.get_command(app)
-    option = next(p for p in group.commands["quantize"].params if p.name == "calibration")
+    option = next(p for p in group.get_command(None, "quantize").params if p.name == "calibration")
     methods = [name for name in BUILT_IN if load_recipe(name).expert_method is not None]
     assert option.help.endswith(f"; {' and '.join(methods)} takes none.")
 
@@ -157,6 +170,8 @@ def test_help_says_which_recipe_takes_no_statistics() -> None:
 def test_importing_the_command_is_light(repo: Path) -> None:
     code = (
         "import sys, beamq, beamq.cli, beamq.plan.serving, beamq.plan.plan\n"
+        "assert beamq.cli.Commands(name='beamq').get_command(None, 'every one of them') is None\n"
+        "assert 'beamq.commands.push' in sys.modules\n"
         "print([m for m in ('torch', 'numpy', 'rich', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run(
