@@ -57,8 +57,8 @@ def ignore(*_: object) -> None:
 def takes(*classes: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a call that takes the fields of `classes` as its `**keywords`.
 
-    `inspect.signature` and `help` show every field with its default. Raises `TypeError` for a
-    keyword that is neither a field nor a parameter.
+    `inspect.signature` shows every field with its default, and `help` describes it as well. Raises
+    `TypeError` for a keyword that is neither a field nor a parameter.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -82,9 +82,19 @@ def takes(*classes: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
             return function(*args, **keywords)
 
         call.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
+        call.__doc__ = "\n\n".join(map(_described, (function, *classes)))
         return call
 
     return decorate
+
+
+def _described(thing: object) -> str:
+    """The docstring of a call or of a class of options, and the help text of each flag."""
+    lines = [inspect.cleandoc(thing.__doc__ or ""), ""]
+    for each in fields(cast(Any, thing)) if isinstance(thing, type) else ():
+        if (flag := each.metadata.get(FLAG)) is not None:
+            lines.append(f"    {each.name}: {flag.help}{' In bytes.' if flag.size else ''}")
+    return "\n".join(lines).rstrip()
 
 
 def from_keywords(cls: type[T], keywords: Mapping[str, object]) -> T:

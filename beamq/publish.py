@@ -121,7 +121,7 @@ def _require_structure(folder: Path) -> None:
     report = verify(folder, level="structure")
     if report.check("manifest.present").status == "skip":
         raise CheckFailed(
-            f"{folder}: not fit to publish: no {MANIFEST_NAME}, so beamq has not made it;"
+            f"{folder}: cannot be published: it has no {MANIFEST_NAME}, so beamq did not make it;"
             " `hf upload` publishes any folder"
         )
     _require_ok(folder, report, "--level structure")
@@ -133,7 +133,7 @@ def _require_bytes(folder: Path, progress: Advance | None) -> None:
     _require_ok(folder, report, "--quick")
     sums = report.check("checksums.tensors")
     if sums.status != "pass":
-        raise CheckFailed(f"{folder}: not fit to publish: no tensor was checked: {sums.detail}")
+        raise CheckFailed(f"{folder}: cannot be published: no tensor was checked: {sums.detail}")
 
 
 def _require_ok(folder: Path, report: VerifyReport, level: str) -> None:
@@ -147,7 +147,7 @@ def _require_ok(folder: Path, report: VerifyReport, level: str) -> None:
     rest = len(report.failures) - 2
     more = f" and {rest} more" if rest > 0 else ""
     raise CheckFailed(
-        f"{folder}: not fit to publish ({'; '.join(shown)}{more}); see `beamq verify {folder}"
+        f"{folder}: cannot be published ({'; '.join(shown)}{more}); see `beamq verify {folder}"
         f" {level}`"
     )
 

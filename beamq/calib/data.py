@@ -430,8 +430,8 @@ def _packed(
             f" the data has {found:,} of {samples * sequence_length:,} tokens"
         )
         notes += [
-            f"{source.record.name}: gave {source.record.tokens:,} of its share of"
-            f" {source.record.tokens_asked:,} tokens"
+            f"{source.record.name}: has {source.record.tokens:,} tokens, fewer than its"
+            f" share of {source.record.tokens_asked:,}"
             for source in drawn
             if len(drawn) > 1 and source.record.tokens < source.record.tokens_asked
         ]

@@ -186,7 +186,7 @@ class Coverage:
         lines = [title[:WIDTH]]
         if self.dropped_rows:
             lines.append(f"rows dropped for non-finite values: {self.dropped_rows:,}")
-        lines.append(f"{'layer':>5} {'min':>9} {'median':>9} {'max':>9}  experts to look at")
+        lines.append(f"{'layer':>5} {'min':>9} {'median':>9} {'max':>9}  experts with few tokens")
         for layer in self.layers:
             counts = f"{layer.tokens_min:>9,} {layer.tokens_median:>9,.0f} {layer.tokens_max:>9,}"
             lines.append(f"{layer.layer:>5} {counts}  {remarks(layer)}"[:WIDTH].rstrip())

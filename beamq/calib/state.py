@@ -81,7 +81,7 @@ class RunState:
         self._saved_at = time.monotonic()
 
     def check_options(self) -> None:
-        """Raise `ResumeError` if a state exists that was begun with other options."""
+        """Raise `ResumeError` if a state exists that was started with other options."""
         odd = self._differences(only_options=True)
         if odd:
             raise self._other_run(odd)
@@ -105,7 +105,7 @@ class RunState:
 
     def _other_run(self, odd: Sequence[str]) -> ResumeError:
         return ResumeError(
-            f"{self.folder}: begun with {', '.join(odd)}; run it as before, or start again with"
+            f"{self.folder}: started with {', '.join(odd)}; run it as before, or start again with"
             " --overwrite"
         )
 

@@ -366,7 +366,7 @@ def _record(path: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
     for key, kind in _FIELDS.items():
         if not isinstance(record[key], kind) or isinstance(record[key], bool):
             raise CalibrationError(
-                f"{path}: metadata {key} is a {type(record[key]).__name__}, not what it should be"
+                f"{path}: metadata {key} has the wrong type, {type(record[key]).__name__}"
             )
     percentile = record.pop("percentile")
     sound = {

@@ -143,6 +143,6 @@ def coverage_blocks(stats: CalibrationStats) -> list[Block]:
         f"{reached.calibrated:,} of {reached.experts:,} experts reached ({reached.percent:.1f}%);"
         " tokens of each layer's experts:"
     )
-    head = ("layer", "fewest", "median", "most", "experts to look at")
+    head = ("layer", "fewest", "median", "most", "experts with few tokens")
     blocks: list[Block] = [Table(title=title, head=head, align="rrrrl", rows=rows)]
     return blocks + [f"Left out: {name}." for name in stats.dropped_names]

@@ -87,18 +87,22 @@ class SensitivityChoice:
     """Which parts `beamq sensitivity` chooses, and what it writes."""
 
     exclude_worst: int | None = option(
-        None, "Keep the N parts that cost most in high precision.", metavar="N", type=int,
+        None, "Keep in high precision the N parts that lose most.", metavar="N", type=int,
         after="seed",
     )  # fmt: skip
     max_kl: float | None = option(
-        None, "Keep as few as bring the predicted KL down to X nats.", metavar="X", type=float,
+        None, "Keep the fewest parts that bring the KL down to X nats.", metavar="X", type=float,
         after="seed",
     )  # fmt: skip
     target_bits: float | None = option(
-        None, "Keep as many as B bits per weight allow.", metavar="B", type=float, after="seed"
+        None,
+        "Keep the most parts that fit in B bits per weight.",
+        metavar="B",
+        type=float,
+        after="seed",
     )
     write_recipe: Path | None = option(
-        None, "Write that choice as a recipe.", metavar="FILE", type=Path, after="seed"
+        None, "Write the chosen parts as a recipe.", metavar="FILE", type=Path, after="seed"
     )
     report: Path | None = option(None, REPORT)
 

@@ -27,7 +27,7 @@ class VerifyOptions:
         "structure: headers; tensors: every byte; forward: also run it and --source.",
         choices=("structure", "tensors", "forward"),
     )
-    quick: bool = option(False, "Only compare every byte with the checksums in beamq.json.")
+    quick: bool = option(False, "Read every byte, and compare the checksums only.")
     workers: int | None = option(None, WORKERS)
 
 
@@ -137,8 +137,8 @@ def _plain(report: VerifyReport) -> str:
     sums = report.check("checksums.tensors").status != "skip"
     rest = "structure and checksums" if sums else "structure"
     if report.source is not None:
-        rest += ", and against what its source decodes to"
-    return f"Not quantized: a plain {report.format.upper()} Beam. It was checked for its {rest}."
+        rest += ", and compared with its source"
+    return f"Not quantized: a plain {report.format.upper()} Beam. What was checked: {rest}."
 
 
 def _verdict(report: VerifyReport) -> str:

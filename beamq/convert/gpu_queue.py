@@ -255,7 +255,7 @@ def device_errors(device: torch.device) -> Iterator[None]:
         free, total = torch.cuda.mem_get_info(device)
         raise DeviceError(
             f"{device} is out of memory: {free / 1e9:.2f} of {total / 1e9:.2f} GB are free; end"
-            " what else runs there, choose another --device, or convert with --device cpu"
+            " other programs on it, choose another --device, or convert with --device cpu"
         ) from fault
     except RuntimeError as fault:
         if "CUDA" not in str(fault):

@@ -16,7 +16,7 @@ from beamq.plan.recipe import BUILT_IN, Recipe
 
 RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r")
 EXCLUDE = Flag(
-    "Modules to keep in high precision: a dotted part, a glob, or re:REGEX. May be repeated.",
+    "Modules to keep in high precision: part of a name, a glob, or re:REGEX. May be repeated.",
     metavar="PATTERN",
     many=True,
 )

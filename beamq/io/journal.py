@@ -162,7 +162,7 @@ def check_identity(identity: Identity, recorded: Mapping[str, Any], folder: Path
         differences.remove(_MEANING["plan"])
     if differences:
         raise ResumeError(
-            f"{folder} was begun with {', '.join(differences)}; use the same options, or start"
+            f"{folder} was started with {', '.join(differences)}; use the same options, or start"
             " again with --overwrite"
         )
 

@@ -124,8 +124,8 @@ def tensor_parallel_notes(
     if recipe.format != "nvfp4" or {1, 2, 4, 8} <= set(sizes):
         return ()
     return (
-        "NVFP4 blocks of 16 stay whole only at tensor-parallel sizes"
-        f" {', '.join(map(str, sizes))}; serve with one of these (or expert parallel)",
+        "tensor parallelism cuts blocks of 16 unless its size is one of"
+        f" {', '.join(map(str, sizes))}; serve with one of these, or with expert parallelism",
     )
 
 

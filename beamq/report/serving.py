@@ -110,7 +110,7 @@ class ServingView:
         else:
             blocks += self._machine(self._gpu)
         blocks.append(
-            f"Room is {USABLE_SHARE:.0%} of a GPU, less weights,"
+            f"Room for the KV cache: {USABLE_SHARE:.0%} of a GPU, less the weights,"
             f" {show_bytes(RUNTIME_NBYTES)} for the runtime and"
             f" {show_bytes(activation_nbytes(self._config))} for a step of {BATCHED_TOKENS:,}"
             " tokens."

@@ -168,7 +168,7 @@ def test_kills_while_an_old_checkpoint_is_replaced(
         resumed = zygote.run(*command, "--resume")
         if resumed.code:
             assert loadable  # still the old one: named as such, and replaced when asked again
-            assert "begun with" in resumed.err
+            assert "started with" in resumed.err
             assert zygote.run(*command, "--overwrite").code == 0
         after = digests(output)
         # Companions of the old one that the new one lacks stay: nobody knows whose they are.

@@ -347,14 +347,14 @@ def test_another_run_is_refused_by_name(beam_nano: Path, plain: Path, tmp_path: 
         ({"dtype": "float32"}, "--dtype bfloat16, not float32"),
         ({"experts": "all"}, "--experts routed, not all"),
     ):
-        with pytest.raises(ResumeError, match=f": begun with {words}; run it as before"):
+        with pytest.raises(ResumeError, match=f": started with {words}; run it as before"):
             calibrate(beam_nano, target, resume=True, **{**SMALL, **change})
     identity = tmp_path / "stats.state" / "identity.json"
     recorded = json.loads(identity.read_text())
     older = {key: value for key, value in recorded.items() if key != "--samples"}
     identity.write_text(json.dumps({**older, "version of torch": "2.0"}))
     with pytest.raises(
-        ResumeError, match="begun with another version of torch, another --samples;"
+        ResumeError, match="started with another version of torch, another --samples;"
     ):
         calibrate(beam_nano, target, resume=True, **SMALL)
     identity.write_text(json.dumps(recorded))

@@ -233,7 +233,7 @@ def test_a_revision_that_moved_is_refused_by_name(
     hub.faults.clear()
     moved = hub.repos[name].commit("main", dict(hub.repos[name].trees[first]))
     assert moved != first
-    wanted = rf"begun with the source {name}@{first} \(given now: {name}@{moved}\)"
+    wanted = rf"started with the source {name}@{first} \(given now: {name}@{moved}\)"
     with pytest.raises(ResumeError, match=wanted):
         quantize(name, output, resume=True, **OPTIONS)
     result = quantize(f"{name}@{first}", output, resume=True, **OPTIONS)

@@ -272,7 +272,7 @@ def test_a_run_that_broke_off_ends_with_the_same_bytes(
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
     with pytest.raises(
         ResumeError,
-        match=r"begun with another calibration \(--data, --samples, --sequence-length, --seed,",
+        match=r"started with another calibration \(--data, --samples, --sequence-length, --seed,",
     ):
         quantize(beam_nano, output, resume=True, seed=7, **options)  # whole: the state is gone
 
@@ -342,11 +342,11 @@ def test_a_stop_signal_leaves_a_resumable_state(
         ({"samples": 5}, "--samples 6, not 5;"),
         ({"dtype": "float32"}, "--dtype bfloat16, not float32;"),
     ):
-        with pytest.raises(ResumeError, match=f"begun with {words}"):
+        with pytest.raises(ResumeError, match=f"started with {words}"):
             quantize(beam_nano, output, resume=True, **{**options, **change})
     with pytest.raises(
         ResumeError,
-        match=r"begun with another calibration \(--data, --samples, --sequence-length, --seed,",
+        match=r"started with another calibration \(--data, --samples, --sequence-length, --seed,",
     ):
         quantize(beam_nano, output, resume=True, calibration=sharded[1], max_shard_bytes=300_000)
     quantize(beam_nano, output, resume=True, **options)

@@ -146,7 +146,7 @@ def test_what_is_refused_before_anything_is_sent(
     broken = Path(shutil.copytree(output, tmp_path / "broken"))
     shutil.rmtree(broken / ".beamq")
     (broken / "beamq.json").unlink()
-    with pytest.raises(CheckFailed, match=r"not fit to publish \(manifest.present"):
+    with pytest.raises(CheckFailed, match=r"cannot be published \(manifest.present"):
         push(broken, REPO)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(HubUnreachableError, match=r"needs a token with write access; set HF_TOKEN"):
@@ -174,7 +174,7 @@ def test_a_flipped_bit_is_refused_by_name_before_anything_is_sent(
         app(["push", str(bad), REPO, *options], prog_name="beamq")
     assert left.value.code == 1
     said = " ".join(capsys.readouterr().err.split())
-    assert "not fit to publish (checksums.tensors: " in said
+    assert "cannot be published (checksums.tensors: " in said
     assert all(name in said for name in names)
     assert f"see `beamq verify {bad} --quick`" in said
     assert not hub.requests
@@ -186,7 +186,7 @@ def test_a_folder_whose_bytes_cannot_be_checked_is_refused(
     odd = Path(shutil.copytree(output, tmp_path / "odd"))
     shutil.rmtree(odd / ".beamq")
     edit_json(odd / "beamq.json", lambda manifest: manifest.update(checksum="sum-of-tomorrow"))
-    with pytest.raises(CheckFailed, match=r"not fit to publish.*sum-of-tomorrow"):
+    with pytest.raises(CheckFailed, match=r"cannot be published.*sum-of-tomorrow"):
         push(odd, REPO, dry_run=True)
 
 

@@ -44,6 +44,11 @@ def test_editors_and_help_know_the_fields(
     assert {name: shown[name].default for name in found} == {
         name: each.default for name, each in found.items()
     }
+    flags = {name: each.metadata["flag"] for name, each in found.items() if each.metadata}
+    assert call.__doc__
+    assert [
+        name for name, flag in flags.items() if f"\n    {name}: {flag.help}" in call.__doc__
+    ] == (list(flags))
 
 
 def test_keywords_are_frozen() -> None:

@@ -205,13 +205,13 @@ def overlap_notes(manifest: Manifest | None, record: Mapping[str, Any]) -> list[
     theirs = [source for entry in entries for source in _objects(entry.get("sources"))]
     ours = record["sources"]
     if _digests([record, *ours]) & _digests([*entries, *theirs]):
-        return ["it was calibrated on this very text, which improves its figures; use other data"]
+        return ["it was calibrated on this text, which makes it look better; use other data"]
     default = all(source.get("kind") == DEFAULT_KIND for source in [*ours, *theirs])
     if default and ours and theirs:
         halves = [default_text(split).digests() for split in ("calibration", "evaluation")]
         if not halves[0] & halves[1]:
-            return ["calibrated on the other half of the default text; the digests share no file"]
-    return ["calibrated on other data; whether that shares documents with this text is not known"]
+            return ["calibrated on the other half of the default text; no file is in both halves"]
+    return ["calibrated on other data, which may share documents with this text"]
 
 
 def _objects(value: Any) -> list[Mapping[str, Any]]:

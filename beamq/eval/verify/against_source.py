@@ -103,7 +103,7 @@ class DecodedCheckpoint:
         global_scale: float = struct.unpack("<f", checkpoint.read(name))[0]
         if not SMALLEST_NORMAL <= global_scale <= LARGEST_GLOBAL:
             raise TensorError(
-                f"{spec.file}: {name} is {global_scale}, which no weight can have; run `beamq"
+                f"{spec.file}: {name} is {global_scale}, which is not a valid scale; run `beamq"
                 " verify` on that folder to find what is broken"
             )
         cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "BF16")

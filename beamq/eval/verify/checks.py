@@ -55,9 +55,9 @@ _STRUCTURE = {
     "scales.input": ("scalars", "every input_scale and its reciprocal are finite and positive"),
     "scales.input-shared": ("groups", "linears that the engines fuse share one input_scale"),
     "engine.vllm": ("modules", "vLLM builds as quantized exactly what is stored quantized"),
-    "engine.vllm-wide": ("modules", "so does vLLM with more tensor-parallel ranks than KV heads"),
+    "engine.vllm-wide": ("modules", "vLLM does the same with more parallel ranks than KV heads"),
     "engine.sglang": ("modules", "SGLang builds as quantized exactly what is stored quantized"),
-    "engine.transformers": ("modules", "so does transformers, which has a loader for FP8 only"),
+    "engine.transformers": ("modules", "transformers does the same (it can load FP8 only)"),
 }
 _TENSORS = {
     "checksums.tensors": ("tensors", "the bytes of every tensor match its checksum in beamq.json"),
@@ -72,7 +72,7 @@ _TENSORS = {
 _SOURCE = {
     "source.config": ("keys", "config.json equals the source's but for dtype and quantization"),
     "source.files": ("files", "tokenizer, templates and other files equal the source's"),
-    "source.accounted": ("source tensors", "every source tensor is here or was dropped on purpose"),
+    "source.accounted": ("source tensors", "every source tensor is present or left out by a rule"),
     "source.router": ("tensors", "router weights and biases equal the source's bit for bit"),
     "source.copied": ("tensors", "the rest equals the source, or what it decodes to, bit for bit"),
     "source.bound": ("elements", "every quantized element is within the bound of its recipe"),
@@ -83,7 +83,7 @@ _FORWARD = {
     "forward.top": ("figures", "the most likely next token agrees with the source often enough"),
     "forward.router": ("figures", "each layer's router chooses the source's experts often enough"),
     "forward.weights": ("figures", "the error of every decoded linear is within its bound"),
-    "forward.unquantized": ("figures", "norms, routers, embeddings and head act as the source's"),
+    "forward.unquantized": ("figures", "norms, routers, embeddings and head do as in the source"),
 }
 _TABLES: dict[Level, dict[str, tuple[str, str]]]
 _TABLES = {"structure": _STRUCTURE, "tensors": _TENSORS, "source": _SOURCE, "forward": _FORWARD}

@@ -569,7 +569,7 @@ class TestPacking:
         assert data.samples == 5
         assert data.samples_asked == 10
         assert "5 of 10 samples" in data.notes[0]
-        assert "a.txt: gave" in data.notes[1]
+        assert "a.txt: has 11 tokens, fewer than its share" in data.notes[1]
 
     def test_less_than_one_row_is_refused(self, tmp_path: Path, beam_nano: Path) -> None:
         (tmp_path / "a.txt").write_text("hello")

@@ -206,7 +206,7 @@ def test_widths_that_nvfp4_cannot_block_are_refused_and_odd_ones_warned(tmp_path
                 plan_of(folder)
             assert plan_of(folder, "fp8-experts").units
         else:
-            assert any("sizes 1;" in note for note in plan_of(folder).notes)
+            assert any("one of 1;" in note for note in plan_of(folder).notes)
 
 
 def synthetic(folder: Path, width: int) -> Path:
