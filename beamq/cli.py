@@ -52,8 +52,7 @@ class Commands(TyperGroup):
         for name in [cmd_name] if cmd_name in MODULES else MODULES:
             if name not in self.commands:
                 alone = typer.Typer(**STYLE)
-                module = import_module(f"beamq.commands.{MODULES[name]}")
-                alone.command(name)(getattr(module, name))
+                alone.command(name)(getattr(import_module(f"beamq.commands.{MODULES[name]}"), name))
                 self.commands[name] = typer.main.get_command(alone)
         return self.commands.get(cmd_name)
 

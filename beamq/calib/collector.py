@@ -309,7 +309,13 @@ class TokenWatch:
     def _count(self, bad: Mapping[int, torch.Tensor], where: str) -> None:
         for number, bad_RT in sorted(bad.items()):
             earlier_RT = self._bad.get(number, torch.zeros_like(bad_RT))
-            self._name(bad_RT, earlier_RT.any(1).tolist(), self._first_rows[number], where)
+            for row in (bad_RT.any(1) & ~earlier_RT.any(1)).nonzero().flatten().tolist():
+                places = bad_RT[row].nonzero().flatten().tolist()
+                many = f"{len(places)} positions from {places[0]} on"
+                span = many if places[1:] else f"position {places[0]}"
+                if len(self.names) < MAX_DROPPED_NAMES:
+                    row += self._first_rows[number]
+                    self.names.append(f"sequence {row}, {span}: not finite {where}")
             self._bad[number] = bad_RT
         self.dropped = sum(int(bad_RT.sum()) for bad_RT in self._bad.values())
         if self.dropped > MAX_DROPPED_SHARE * self._total:
@@ -317,19 +323,6 @@ class TokenWatch:
                 f"{self.dropped:,} of {self._total:,} tokens hold NaN or infinity:"
                 f" {self.names[-1]}. Check the source's weights, or choose other data"
             )
-
-    def _name(
-        self, bad_RT: torch.Tensor, known: Sequence[bool], first_row: int, where: str
-    ) -> None:
-        """Name sequences that were finite so far."""
-        for row, bad_T in enumerate(bad_RT):
-            places = bad_T.nonzero().flatten().tolist()
-            if not places or known[row] or len(self.names) >= MAX_DROPPED_NAMES:
-                continue
-            span = f"position {places[0]}"
-            if len(places) > 1:
-                span = f"{len(places)} positions from {places[0]} on"
-            self.names.append(f"sequence {first_row + row}, {span}: not finite {where}")
 
 
 def _finite(h_TK: torch.Tensor) -> torch.Tensor:

@@ -95,11 +95,7 @@ class SensitivityChoice:
         after="seed",
     )  # fmt: skip
     target_bits: float | None = option(
-        None,
-        "Keep the most parts that fit in B bits per weight.",
-        metavar="B",
-        type=float,
-        after="seed",
+        None, "Keep as many parts as fit B bits a weight.", metavar="B", type=float, after="seed"
     )
     write_recipe: Path | None = option(
         None, "Write the chosen parts as a recipe.", metavar="FILE", type=Path, after="seed"

@@ -43,7 +43,7 @@ from beamq.errors import DeviceError
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
-from beamq.io.shard_writer import OutputTensor, ShardWriter
+from beamq.io.shard_writer import ShardWriter
 from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs, Work
 
@@ -270,16 +270,15 @@ class GpuWorker:
         _, out.result.underflow_blocks, out.result.zero_blocks, _ = found.counts
         for _, sink in parts:
             sink.finish()
-        out.write_together(self._small(job, found.global_scale))
-        return True
-
-    def _small(self, job: Job, global_scale: float) -> Iterator[tuple[OutputTensor, memoryview]]:
+        small = []
         for member in job.members:
             outputs = Nvfp4Outputs(*member.outputs)
-            yield outputs.global_scale, f32_bytes(global_scale)
+            small.append((outputs.global_scale, f32_bytes(found.global_scale)))
             if self._context.input_scale is not None:
                 scale = self._context.input_scale(member.role.module)
-                yield outputs.input_scale, f32_bytes(scale)
+                small.append((outputs.input_scale, f32_bytes(scale)))
+        out.write_together(small)
+        return True
 
     def _fp8(self, job: Job, views: Views, memory: Memory, out: JobWriter) -> bool:
         """Whether all values are finite. Rows share nothing, so they go in parts."""

@@ -203,7 +203,9 @@ class OpenFiles:
             self._open.move_to_end(file)
             self._users[file] = self._users.get(file, 0) + 1
             if new:  # only now, when its count keeps it from being closed itself
-                self._evict()
+                for other in list(self._open):
+                    if len(self._open) > MAX_OPEN_FILES and not self._users.get(other):
+                        os.close(self._open.pop(other))
             return descriptor
 
     def _opened(self, file: str) -> int:
@@ -223,13 +225,6 @@ class OpenFiles:
     def _release(self, file: str) -> None:
         with self._lock:
             self._users[file] -= 1
-
-    def _evict(self) -> None:
-        for file in list(self._open):
-            if len(self._open) <= MAX_OPEN_FILES:
-                return
-            if not self._users.get(file):
-                os.close(self._open.pop(file))
 
     def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
         descriptor = self._acquire(file)

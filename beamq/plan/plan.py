@@ -91,8 +91,14 @@ def quantized_units(
             f" {', '.join(role.value for role in recipe.rules)}, and every such part is excluded"
             " or absent"
         )
-    if recipe.format == "nvfp4":
-        _check_widths(config, {role for _, role in units})
+    roles = {role for _, role in units} if recipe.format == "nvfp4" else set()
+    for role in filter(roles.__contains__, QUANTIZABLE):
+        for name, k in input_widths(config, role).items():
+            if k % NVFP4_BLOCK:
+                raise RecipeError(
+                    f"{name}: input width {k} is not a multiple of {NVFP4_BLOCK}, as NVFP4 needs;"
+                    f" use an FP8 recipe or one without {role.value}"
+                )
     return units
 
 
@@ -103,16 +109,6 @@ def input_widths(config: BeamConfig, role: Role) -> dict[str, int]:
         return {"self_attn.q_proj, k_proj, v_proj, gate_proj": h, "self_attn.o_proj": config.q_dim}
     width = config.moe_intermediate_size if role is Role.EXPERT else config.intermediate_size
     return {f"{role.value} gate_proj, up_proj": h, f"{role.value} down_proj": width}
-
-
-def _check_widths(config: BeamConfig, roles: set[Role]) -> None:
-    for role in filter(roles.__contains__, QUANTIZABLE):
-        for name, k in input_widths(config, role).items():
-            if k % NVFP4_BLOCK:
-                raise RecipeError(
-                    f"{name}: input width {k} is not a multiple of {NVFP4_BLOCK}, as NVFP4 needs;"
-                    f" use an FP8 recipe or one without {role.value}"
-                )
 
 
 def tensor_parallel_notes(

@@ -76,27 +76,27 @@ class ServingView:
                 "runtime_bytes": RUNTIME_NBYTES,
                 "activation_bytes": activation_nbytes(self._config),
             },
-            "gpus": [self._gpu_data(gpu) for gpu in ([self._gpu] if self._gpu else GPUS)],
-        }
-
-    def _gpu_data(self, gpu: Gpu) -> dict[str, Any]:
-        return {
-            "gpu": gpu.name,
-            "gpu_bytes": gpu.nbytes,
-            "smallest_count": self._smallest(gpu, self._output),
-            "smallest_count_source": self._smallest(gpu, self._source),
-            "fits": [
+            "gpus": [
                 {
-                    "count": result.count,
-                    "layout": result.layout,
-                    "fits": result.fits,
-                    "weight_bytes": result.weight_nbytes,
-                    "kv_bytes": result.kv_nbytes,
-                    "room_bytes": result.room_nbytes,
-                    "sequences": result.sequences,
-                    "max_context": result.max_context,
+                    "gpu": gpu.name,
+                    "gpu_bytes": gpu.nbytes,
+                    "smallest_count": self._smallest(gpu, self._output),
+                    "smallest_count_source": self._smallest(gpu, self._source),
+                    "fits": [
+                        {
+                            "count": result.count,
+                            "layout": result.layout,
+                            "fits": result.fits,
+                            "weight_bytes": result.weight_nbytes,
+                            "kv_bytes": result.kv_nbytes,
+                            "room_bytes": result.room_nbytes,
+                            "sequences": result.sequences,
+                            "max_context": result.max_context,
+                        }
+                        for result in self._fits(gpu)
+                    ],
                 }
-                for result in self._fits(gpu)
+                for gpu in ([self._gpu] if self._gpu else GPUS)
             ],
         }
 

@@ -243,10 +243,10 @@ def test_text_that_was_calibrated_on_is_told() -> None:
 
     assert note(None) == note({"input_scales": {"description": "constant"}}) == ""
     assert note({"input_scales": {"data": 5}}) == note({"input_scales": {"data": [7]}}) == ""
-    assert "this very text" in note(calibrated_on("e", "y", "text"))
-    assert "this very text" in note(calibrated_on("c", "x", "text"))
-    assert "share no file" in note(calibrated_on("c", "y", "standard library"))
-    assert "not known" in note(calibrated_on("c", "y", "text"))
+    assert "calibrated on this text" in note(calibrated_on("e", "y", "text"))
+    assert "calibrated on this text" in note(calibrated_on("c", "x", "text"))
+    assert "no file is in both" in note(calibrated_on("c", "y", "standard library"))
+    assert "may share" in note(calibrated_on("c", "y", "text"))
 
 
 # --- the command ----------------------------------------------------------------------------

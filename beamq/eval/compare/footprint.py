@@ -20,7 +20,6 @@ from beamq.plan.serving import (
     COUNTS,
     GPUS,
     KV_ITEMSIZE,
-    Weights,
     best_fit,
     default_context,
     kv_cache_nbytes,
@@ -79,6 +78,13 @@ def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
     itemsize = KV_ITEMSIZE[kv_dtype]
     tensors = sum(spec.nbytes for spec in checkpoint.tensors.values())
     context = default_context(config)
+    machines = tuple(
+        Fitting(gpu=gpu.name, count=count, layout=best.layout, sequences=best.sequences)
+        for gpu in GPUS
+        for count in COUNTS
+        if (best := best_fit(weights, gpu, count, context=context, kv_itemsize=itemsize))
+        and best.fits
+    )
     return Footprint(
         disk_bytes=sum(checkpoint.source.listing().values()),
         tensor_bytes=tensors,
@@ -87,7 +93,7 @@ def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
         weight_bytes_per_gpu=weights.split(),
         kv_dtype=kv_dtype,
         kv_bytes={n: kv_cache_nbytes(config, n, itemsize=itemsize) for n in CONTEXTS},
-        fits=Fits(context=context, machines=_machines(weights, context, itemsize)),
+        fits=Fits(context=context, machines=machines),
     )
 
 
@@ -104,16 +110,6 @@ def smallest_each(machines: Sequence[Fitting]) -> list[Fitting]:
         if found.gpu not in fewest or found.count < fewest[found.gpu].count:
             fewest[found.gpu] = found
     return list(fewest.values())
-
-
-def _machines(weights: Weights, context: int, kv_itemsize: int) -> tuple[Fitting, ...]:
-    return tuple(
-        Fitting(gpu=gpu.name, count=count, layout=best.layout, sequences=best.sequences)
-        for gpu in GPUS
-        for count in COUNTS
-        if (best := best_fit(weights, gpu, count, context=context, kv_itemsize=kv_itemsize))
-        and best.fits
-    )
 
 
 def stored_format(tensors: Collection[TensorSpec]) -> str:

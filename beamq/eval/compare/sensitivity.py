@@ -285,12 +285,23 @@ def sensitivity(
         events.on_start()
         scores = _Branches(loaders, units, ids_BT, options).run(events.progress)
         manifest = Manifest.of(other.source)
+        before, after = (_unit_nbytes(each, units) for each in (base, other))
         return Sensitivity(
             source=base.label,
             checkpoint=other.label,
             format=str(fmt),
             recipe=None if manifest is None else manifest.recipe,
-            parts=_losses(scores, _unit_nbytes(base, units), _unit_nbytes(other, units)),
+            parts=tuple(
+                PartLoss(
+                    layer=unit[0],
+                    part=unit[1],
+                    mean_kld=(result := scores[unit].result()).mean_kld,
+                    same_top=result.same_top,
+                    precise_bytes=before[unit],
+                    stored_bytes=after[unit],
+                )
+                for unit in sorted(after)
+            ),
             mean_kld=scores[None].result().mean_kld,
             parameters=sum(spec.numel for spec in base.tensors.values()),
             tensor_bytes=sum(spec.nbytes for spec in other.tensors.values()),
@@ -298,25 +309,6 @@ def sensitivity(
             settings=settings,
             seconds=time.monotonic() - begun,
         )
-
-
-def _losses(
-    scores: Mapping[Unit | None, TokenScores],
-    precise: Mapping[Unit, int],
-    stored: Mapping[Unit, int],
-) -> tuple[PartLoss, ...]:
-    """The loss of each unit, by layer; `precise` and `stored` are its bytes in both checkpoints."""
-    return tuple(
-        PartLoss(
-            layer=unit[0],
-            part=unit[1],
-            mean_kld=(result := scores[unit].result()).mean_kld,
-            same_top=result.same_top,
-            precise_bytes=precise[unit],
-            stored_bytes=stored[unit],
-        )
-        for unit in sorted(stored)
-    )
 
 
 class _Branches:

@@ -54,7 +54,7 @@ from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.backend import DenseWeight, Gemm, Groups, LinearWeight
 from beamq.model.gemm.reference import ReferenceGemm, product, quantize_input
 from beamq.model.gemm.select import select_gemm
-from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp, head_logits
+from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp, head_logits
 from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
@@ -389,7 +389,11 @@ class _SideBySide:
     def heads(self) -> None:
         """Compute logits of all models, a few tokens at a time, and reduce them to scores."""
         heads = [loader.head() for loader in self._loaders]
-        self._compare_heads(heads)
+        for candidate, head in zip(self.candidates, heads[1:], strict=True):
+            if not torch.equal(heads[0].norm, head.norm):
+                candidate.not_the_sources.append("model.norm.weight")
+            if not torch.equal(heads[0].output_VK, head.output_VK):
+                candidate.not_the_sources.append("lm_head.weight")
         step = max(1, HEAD_ELEMENTS // self._config.vocab_size)
         with torch.inference_mode():
             for number, rows in enumerate(self._rows):
@@ -425,13 +429,6 @@ class _SideBySide:
                 candidate.scores.add(base, logits_TV[some])
                 if candidate.floor is not None and floor_TV is not None:
                     candidate.floor.add(base, floor_TV[some])
-
-    def _compare_heads(self, heads: Sequence[Head]) -> None:
-        for candidate, head in zip(self.candidates, heads[1:], strict=True):
-            if not torch.equal(heads[0].norm, head.norm):
-                candidate.not_the_sources.append("model.norm.weight")
-            if not torch.equal(heads[0].output_VK, head.output_VK):
-                candidate.not_the_sources.append("lm_head.weight")
 
 
 def _following(rows_BT: torch.Tensor) -> torch.Tensor:
