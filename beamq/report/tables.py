@@ -228,7 +228,7 @@ DIVERGENCE = (
 
 
 def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
-    """Accuracy and size: the source, then each candidate; standard errors over tokens after ±."""
+    """Accuracy and size: the source, then each candidate; standard errors over rows after ±."""
     seen = [each.divergence for each in candidates]
     last = [each.layers[-1] for each in candidates]
     models = [source, *(each.model for each in candidates)]
@@ -259,7 +259,7 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
         ("bits a weight", *(f"{each.memory.bits_per_weight:.2f}" for each in models)),
     ]
     return Table(
-        title="Against the source (base): KLD in nats a token, ± standard error over tokens",
+        title="Against the source (base): KLD in nats a token, ± standard error over rows",
         head=("", *(each.name for each in models)),
         align="lr",
         rows=rows,

@@ -11,8 +11,9 @@ Three ideas.
 2. After each layer a token has a noise power |h' - h|^2 and a signal power |h|^2. The relative
    error is the root of the ratio of their sums. A layer's `added` is the growth of that ratio over
    the layer. It may be negative: some layers average incoming noise away.
-3. Standard errors are over tokens, as if these were independent draws, which those of one text are
-   not: on other text a figure can move by more than its standard error.
+3. Standard errors are over rows (sequences), not tokens: tokens of one text depend on each other,
+   and errors over tokens would be 2 to 3 times too small. The functions below take values [R, T]
+   of R rows, or [R] where each value is a row of its own.
 
 Names and meaning are those of llama.cpp's perplexity tool (KLD, PPL, Δp, same top p). That tool
 scores the second half of each context; here every position counts.
@@ -46,8 +47,8 @@ HISTOGRAM_LOW, HISTOGRAM_HIGH, HISTOGRAM_STEP = -8.0, 2.0, 0.25  # log10 of nats
 class Estimate:
     """A figure and its standard error.
 
-    A largest value has no standard error, nor has a figure over fewer than two tokens. The figure
-    is NaN where a value is not finite; it is never a figure of the remaining values.
+    A largest value has no standard error, nor has a figure over fewer than two rows. The figure is
+    NaN where a value is not finite; it is never a figure of the remaining values.
     """
 
     value: float
@@ -66,71 +67,63 @@ class Estimate:
         return Estimate(value=value, standard_error=None if error is None else abs(slope) * error)
 
 
-def mean(x_T: NDArray[np.generic]) -> Estimate:
+def mean(x_RT: NDArray[np.generic]) -> Estimate:
     """The mean. NaN for no tokens."""
-    x = x_T.astype(np.float64)
+    x = x_RT.astype(np.float64)
     if not x.size:
         return Estimate(value=math.nan)
-    error = float(x.std(ddof=1)) / math.sqrt(x.size) if x.size > 1 else None
+    rows = x.reshape(len(x), -1).mean(1)
+    error = float(rows.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else None
     return Estimate(value=float(x.mean()), standard_error=error)
 
 
-def rms(x_T: Floats) -> Estimate:
+def rms(x_RT: Floats) -> Estimate:
     """Root of the mean square."""
-    square = mean(np.square(x_T))
+    square = mean(np.square(x_RT))
     root = math.sqrt(square.value)
     return square.map(root, 0.5 / root if root else 0.0)
 
 
-def quantiles(x_T: Floats, shares: tuple[float, ...]) -> list[Estimate]:
+def quantiles(x_RT: Floats, shares: tuple[float, ...]) -> list[Estimate]:
     """Quantiles, interpolated between neighbours; a share of 1 is the largest value.
 
-    The standard error of the p-quantile is half the distance between the values that stand
-    sqrt(n p (1 - p)) places below and above it: no shape of the distribution is assumed.
+    The standard error of the p-quantile q is half the distance between the quantiles of p - e and
+    p + e, where e is the standard error of the share of values up to q (Woodruff 1952): no shape of
+    the distribution is assumed.
     """
-    if not x_T.size or np.isnan(x_T).any():
+    if not x_RT.size or np.isnan(x_RT).any():
         return [Estimate(value=math.nan) for _ in shares]
-    ordered = np.sort(x_T)
-    last = ordered.size - 1
+    ordered = np.sort(x_RT, axis=None)
     found = []
     for share in shares:
+        value = float(np.quantile(ordered, share))
+        spread = mean(x_RT <= value).standard_error if 0 < share < 1 else None
         error = None
-        if 0 < share < 1 and last:
-            spread = math.sqrt(ordered.size * share * (1 - share)) / last
+        if spread is not None:
             low, high = np.quantile(ordered, np.clip([share - spread, share + spread], 0.0, 1.0))
             error = float(high - low) / 2
-        found.append(Estimate(value=float(np.quantile(ordered, share)), standard_error=error))
+        found.append(Estimate(value=value, standard_error=error))
     return found
 
 
-def ratio_of_means(x_T: Floats, y_T: Floats) -> Estimate:
+def ratio_of_means(x_RT: Floats, y_RT: Floats) -> Estimate:
     """mean(x) / mean(y) over the same tokens; the error is that of the paired difference."""
-    base = float(y_T.mean()) if y_T.size else 0.0
+    base = float(y_RT.mean()) if y_RT.size else 0.0
     if not base or not math.isfinite(base):
         return Estimate(value=math.nan)
-    value = float(x_T.mean()) / base
-    rest = mean(x_T - value * y_T)
+    value = float(x_RT.mean()) / base
+    rest = mean(x_RT - value * y_RT)
     error = None if rest.standard_error is None else rest.standard_error / abs(base)
     return Estimate(value=value, standard_error=error)
 
 
-def root_of_ratio(noise_T: Floats, signal_T: Floats) -> Estimate:
-    """sqrt(sum of noise / sum of signal): a relative error over all tokens.
-
-    Its standard error is that of a ratio of two means over the same tokens.
-    """
-    signal = float(signal_T.sum())
-    if not signal:
-        return Estimate(value=0.0 if not noise_T.any() else math.inf)
-    ratio = float(noise_T.sum()) / signal
-    if not math.isfinite(ratio):
-        return Estimate(value=math.nan)
-    root, count = math.sqrt(ratio), noise_T.size
-    if count < 2 or not root:
-        return Estimate(value=root, standard_error=0.0 if count > 1 else None)
-    rest = noise_T - ratio * signal_T
-    error = math.sqrt(float(rest @ rest) / (count - 1) / count) / (signal / count)
-    return Estimate(value=root, standard_error=error / (2 * root))
+def root_of_ratio(noise_RT: Floats, signal_RT: Floats) -> Estimate:
+    """sqrt(sum of noise / sum of signal): a relative error over all tokens."""
+    if not signal_RT.any():
+        return Estimate(value=0.0 if not noise_RT.any() else math.inf)
+    ratio = ratio_of_means(noise_RT, signal_RT)
+    root = math.sqrt(ratio.value) if math.isfinite(ratio.value) else math.nan
+    return ratio.map(root, 0.5 / root if root else 0.0)
 
 
 # --- next-token distributions -------------------------------------------------------------------
@@ -160,7 +153,7 @@ def score_base(logits_TV: torch.Tensor, next_T: torch.Tensor) -> BaseScores:
 
 
 class TokenScores:
-    """A few numbers for each token that one candidate has been scored on."""
+    """A few numbers for each token that one candidate has been scored on, in rows of one length."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
@@ -178,37 +171,43 @@ class TokenScores:
         columns = (kld_T, same_T, shared_T, base.next_T >= 0, base.logp_next_T, logp_next_T)
         self._parts.append(tuple(column.cpu().numpy() for column in columns))
 
+    def _rows(self) -> list[NDArray[Any]]:
+        """The columns of all tokens, [R, T]; tokens without the end of a row are one row."""
+        columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
+        ends = int(np.count_nonzero(~columns[3]))
+        return [column.reshape(max(1, ends), -1) for column in columns]
+
     @property
-    def kld_T(self) -> Floats:
+    def kld_RT(self) -> Floats:
         """KL divergence of each token so far, in nats."""
-        return np.concatenate([part[0] for part in self._parts]).astype(np.float64)
+        return self._rows()[0].astype(np.float64)
 
     def result(self) -> Divergence:
         """The figures over all tokens."""
-        kld_T, same_T, shared_T, followed_T, base_T, other_T = (
-            np.concatenate(column) for column in zip(*self._parts, strict=True)
+        kld_RT, same_RT, shared_RT, followed_RT, base_RT, other_RT = self._rows()
+        base_RN, other_RN = (
+            column[followed_RT].reshape(len(kld_RT), -1) for column in (base_RT, other_RT)
         )
-        base_N, other_N = base_T[followed_T], other_T[followed_T]
-        change_N = np.exp(other_N) - np.exp(base_N)
-        at = quantiles(kld_T, KLD_SHARES)
+        change_RN = np.exp(other_RN) - np.exp(base_RN)
+        at = quantiles(kld_RT, KLD_SHARES)
         return Divergence(
-            tokens=kld_T.size,
-            predicted=base_N.size,
-            not_finite=int(np.count_nonzero(~np.isfinite(kld_T))),
-            mean_kld=mean(kld_T),
+            tokens=kld_RT.size,
+            predicted=base_RN.size,
+            not_finite=int(np.count_nonzero(~np.isfinite(kld_RT))),
+            mean_kld=mean(kld_RT),
             median_kld=at[0],
             kld_90=at[1],
             kld_99=at[2],
             kld_999=at[3],
             max_kld=at[4],
-            ppl_base=_exp(mean(-base_N)),
-            ppl=_exp(mean(-other_N)),
-            ln_ppl_ratio=mean(base_N - other_N),
-            mean_delta_p=mean(change_N),
-            rms_delta_p=rms(change_N),
-            same_top=mean(same_T),
-            top5_overlap=mean(shared_T / self._top),
-            kld_histogram=_histogram(kld_T),
+            ppl_base=_exp(mean(-base_RN)),
+            ppl=_exp(mean(-other_RN)),
+            ln_ppl_ratio=mean(base_RN - other_RN),
+            mean_delta_p=mean(change_RN),
+            rms_delta_p=rms(change_RN),
+            same_top=mean(same_RT),
+            top5_overlap=mean(shared_RT / self._top),
+            kld_histogram=_histogram(kld_RT.flatten()),
         )
 
 
@@ -339,13 +338,14 @@ def layer_error(
     layer: int,
     states: Iterable[tuple[torch.Tensor, torch.Tensor]],
     before: float,
+    length: int,
     base: Sequence[torch.Tensor] = (),
     other: Sequence[torch.Tensor] = (),
 ) -> LayerError:
     """One layer's error, from the hidden states [T, K] of source and candidate in all batches.
 
-    `before` is the squared relative error after the previous layer; `base` and `other` are both
-    routers' choices [T, k] in all batches, empty for a dense layer.
+    `before` is the squared relative error after the previous layer, `length` the tokens of a row;
+    `base` and `other` are both routers' choices [T, k] in all batches, empty for a dense layer.
     """
     noise: list[torch.Tensor] = []
     signal: list[torch.Tensor] = []
@@ -356,16 +356,17 @@ def layer_error(
             noise_TK = other_TK[start : start + step].float() - signal_TK
             noise.append(power(noise_TK).cpu())
             signal.append(power(signal_TK).cpu())
-    relative = root_of_ratio(torch.cat(noise).numpy(), torch.cat(signal).numpy())
+    noise_RT, signal_RT = (torch.cat(x).numpy().reshape(-1, length) for x in (noise, signal))
+    relative = root_of_ratio(noise_RT, signal_RT)
     square = relative.value**2
-    share_T = _overlap(base, other) if base else None
+    share_RT = _overlap(base, other).reshape(-1, length) if base else None
     return LayerError(
         layer=layer,
         relative_error=relative,
         sqnr_db=sqnr_db(square),
         added=square - before,
-        same_experts=None if share_T is None else mean(share_T == 1.0),
-        expert_overlap=None if share_T is None else mean(share_T),
+        same_experts=None if share_RT is None else mean(share_RT == 1.0),
+        expert_overlap=None if share_RT is None else mean(share_RT),
     )
 
 

@@ -28,7 +28,7 @@ NAMED_LAYERS = 3
 CAVEAT = (
     "The verdict is based on next-token agreement with the source on this text and on the error of"
     " every linear. It says that the conversion is sound, not how a task will score. Bounds are"
-    " those of the recipe; standard errors are over tokens of this text alone."
+    " those of the recipe; standard errors are over the rows of this text alone."
 )
 CLOSE = 2.0  # standard errors within which a figure and its bound cannot be told apart
 

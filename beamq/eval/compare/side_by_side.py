@@ -260,7 +260,7 @@ def run_side_by_side(
             run.heads()
     found = [candidate.findings() for candidate in run.candidates]
     for place in range(1, len(found)):
-        first, own = (run.candidates[n].scores.kld_T for n in (0, place))
+        first, own = (run.candidates[n].scores.kld_RT for n in (0, place))
         found[place] = replace(found[place], kld_ratio_to_first=ratio_of_means(own, first))
     if sums:
         pairs = zip(found, sums, strict=True)
@@ -382,7 +382,9 @@ class _SideBySide:
         ours, theirs = self._passes[0].states, self._passes[place].states
         states = ((ours.get(n), theirs.get(n)) for n in range(len(self._rows)))
         own = candidate.routes.take()
-        candidate.layers.append(layer_error(base.index, states, candidate.square, chosen, own))
+        length = self._rows[0].shape[1]
+        error = layer_error(base.index, states, candidate.square, length, chosen, own)
+        candidate.layers.append(error)
         candidate.linears += weight_errors(base, weights, self._config)
         candidate.not_the_sources += changed_tensors(base, weights)
 

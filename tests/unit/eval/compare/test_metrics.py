@@ -80,12 +80,14 @@ def test_every_figure_is_its_definition(
     for name, value in expected.items():
         assert getattr(found, name).value == pytest.approx(value, rel=1e-12), name
     assert (found.tokens, found.predicted, found.not_finite) == (TOKENS, TOKENS - 3, 0)
-    # The paired ratio is known far better than either perplexity.
-    assert found.ln_ppl_ratio.standard_error == pytest.approx(
-        (true_p - true_q).std(ddof=1) / math.sqrt(57)
-    )
+    # Standard errors are those of the three rows' means.
+    spread = kld.reshape(3, 20).mean(1).std(ddof=1) / math.sqrt(3)
+    assert found.mean_kld.standard_error == pytest.approx(spread)
+    ratios = (true_p - true_q).reshape(3, 19).mean(1)
+    assert found.ln_ppl_ratio.standard_error == pytest.approx(ratios.std(ddof=1) / math.sqrt(3))
+    logs = true_q.reshape(3, 19).mean(1)
     assert found.ppl.standard_error == pytest.approx(
-        found.ppl.value * true_q.std(ddof=1) / math.sqrt(57)
+        found.ppl.value * logs.std(ddof=1) / math.sqrt(3)
     )
     counts = found.kld_histogram.counts
     assert sum(counts) + found.kld_histogram.below + found.kld_histogram.above == TOKENS
@@ -136,7 +138,7 @@ def test_a_vocabulary_smaller_than_five() -> None:
     found = scored(base, base, torch.tensor([1, -1]))
     assert found.top5_overlap.value == 1.0
     assert found.predicted == 1
-    assert found.ppl.standard_error is None  # of one token
+    assert found.ppl.standard_error is None  # of one row
 
 
 # --- standard errors ------------------------------------------------------------------------
@@ -173,6 +175,23 @@ def test_standard_errors_are_the_spread_over_samples(figure: object) -> None:
     assert told == pytest.approx(resampled(300, value), rel=0.2)
 
 
+def test_tokens_of_a_row_are_not_taken_for_independent() -> None:
+    """Rows that differ more than their tokens do: the spread over samples, which is 5 times what
+    independent tokens would have."""
+    rng = np.random.default_rng(7)
+
+    def sample() -> Floats:
+        return rng.gamma(0.7, 1.0, (50, 1)) + rng.gamma(0.7, 1.0, (50, 100)) / 2
+
+    samples = [sample() for _ in range(400)]
+    for figure in (mean, rms, lambda x: quantiles(x, (0.9,))[0]):
+        spread = np.std([figure(x).value for x in samples])
+        said = np.mean([figure(x).standard_error for x in samples])
+        assert said == pytest.approx(spread, rel=0.25)
+        independent = np.mean([figure(x.flatten()).standard_error for x in samples])
+        assert said > 2.5 * independent
+
+
 def test_the_largest_value_has_no_standard_error() -> None:
     largest = quantiles(np.arange(10.0), (1.0,))[0]
     assert (largest.value, largest.standard_error) == (9.0, None)
@@ -192,7 +211,7 @@ def test_noise_powers_add_up_over_layers() -> None:
     for layer, other in enumerate((h + noise[0], h + noise[0] + noise[1])):
         states = [(h[rows], other[rows]) for rows in (slice(0, 30), slice(30, 50))]
         before = errors[-1].relative_error.value ** 2 if errors else 0.0
-        errors.append(layer_error(layer, states, before))
+        errors.append(layer_error(layer, states, before, 10))
     last = (noise[0] + noise[1]).norm() / h.norm()
     assert errors[1].relative_error.value == pytest.approx(last.item(), rel=1e-5)
     assert errors[1].sqnr_db == pytest.approx(-20 * math.log10(last.item()), rel=1e-5)
@@ -203,10 +222,10 @@ def test_router_agreement_ignores_order() -> None:
     base = [torch.tensor([[1, 2], [3, 4]]), torch.tensor([[5, 6]])]
     other = [torch.tensor([[2, 1], [3, 9]]), torch.tensor([[7, 8]])]
     states = [(torch.ones(3, 4), torch.ones(3, 4))]
-    found = layer_error(3, states, 0.0, base, other)
+    found = layer_error(3, states, 0.0, 3, base, other)
     assert found.same_experts is not None
     assert found.expert_overlap is not None
     assert found.same_experts.value == pytest.approx(1 / 3)
     assert found.expert_overlap.value == pytest.approx(0.5)
-    dense = layer_error(0, states, 0.0)
+    dense = layer_error(0, states, 0.0, 3)
     assert (dense.same_experts, dense.expert_overlap) == (None, None)
