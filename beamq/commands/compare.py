@@ -211,6 +211,8 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
     from beamq.report import tables
 
     candidates, shown = comparison.candidates, []
+    names = [each.name for each in (comparison.source, *(each.model for each in candidates))]
+    labels = dict(zip(names, tables.labels(names, NAME_WIDTH), strict=True))
     for start in range(0, len(candidates), ABREAST):
         shown.append(tables.summary(comparison.source, candidates[start : start + ABREAST]))
     for candidate in candidates:
@@ -221,7 +223,7 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
         shown.append(tables.per_gpu(comparison))
     for table in shown:
         if table.rows:
-            yield table.clipped(NAME_WIDTH, CELL_WIDTH)
+            yield table.clipped(labels, CELL_WIDTH)
             yield ""
 
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from beamq.eval.compare.records import Candidate, Comparison
+from beamq.eval.compare.records import Candidate, ComparedModel, Comparison
 from beamq.eval.compare.sensitivity import NAMES, Sensitivity
+from beamq.report.tables import labels
 from beamq.units import show_bytes
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ SIZE = (4.6, 2.8)  # inches of 72 units
 BAR_INCHES = 0.34  # height of a bar with its gap
 SERIES = 6
 _INK, _GRID = "#010101", "#020202"
-_MARKERS = "osD^vP"
+_MARKERS = "osD^vPX"  # not as many as colours, so that 42 lines differ
 _VARIABLES = {
     _INK: "var(--ink)",
     _GRID: "var(--grid)",
@@ -159,7 +160,7 @@ def _color(place: int) -> str:
 def _lines(axes: Axes, series: Sequence[tuple[str, list[int], list[float]]]) -> None:
     for place, (name, layers, values) in enumerate(series):
         marker = _MARKERS[place % len(_MARKERS)]
-        axes.plot(layers, values, color=_color(place), marker=marker, label=_short(name))
+        axes.plot(layers, values, color=_color(place), marker=marker, label=name)
     axes.set_xlabel("layer")
     _whole_numbers(axes)
     axes.legend()
@@ -176,11 +177,12 @@ def _by_layer(
 ) -> None:
     """A line for each candidate: the figure `field` of every layer that has it, in percent."""
     series = []
-    for candidate in candidates:
+    names = _names([candidate.model for candidate in candidates])
+    for name, candidate in zip(names, candidates, strict=True):
         found = [(layer.layer, getattr(layer, field)) for layer in candidate.layers]
         points = [(layer, 100 * each.value) for layer, each in found if each is not None]
         layers, values = (list(each) for each in zip(*points, strict=True))
-        series.append((candidate.model.name, layers, values))
+        series.append((name, layers, values))
     _lines(axes, series)
     axes.set_ylabel(label)
     axes.set_ylim(bottom=0 if top is None else None, top=top)
@@ -188,11 +190,11 @@ def _by_layer(
 
 def _histogram(axes: Axes, candidates: Sequence[Candidate]) -> None:
     low, high = math.inf, -math.inf
-    for place, candidate in enumerate(candidates):
+    names = _names([candidate.model for candidate in candidates])
+    for place, (name, candidate) in enumerate(zip(names, candidates, strict=True)):
         found = candidate.divergence.kld_histogram
         edges = [found.low + found.step * n for n in range(len(found.counts) + 1)]
         shares = [100 * count / candidate.divergence.tokens for count in found.counts]
-        name = _short(candidate.model.name)
         if found.below:
             name += f" ({found.below / candidate.divergence.tokens:.0%} less)"
         axes.stairs(shares, edges, color=_color(place), linewidth=1.4, label=name)
@@ -218,7 +220,7 @@ def _bars(axes: Axes, comparison: Comparison) -> None:
     for place, size in zip(places, sizes, strict=True):
         share = f" ({size / sizes[0]:.0%})" if place else ""
         axes.text(size + gap, place, f"{show_bytes(size)}{share}", va="center", fontsize=8)
-    axes.set_yticks(places, [_short(model.name) for model in models])
+    axes.set_yticks(places, _names(models))
     axes.set_xlim(0, 1.35 * max(sizes))
     axes.set_xticks([])
     axes.invert_yaxis()
@@ -226,9 +228,10 @@ def _bars(axes: Axes, comparison: Comparison) -> None:
     axes.spines[["bottom"]].set_visible(False)
 
 
-def _short(name: str) -> str:
-    """A name that fits a legend; matplotlib leaves out names that begin with `_`."""
-    return (name if len(name) <= 24 else f"{name[:23]}…").lstrip("_") or "?"
+def _names(models: Sequence[ComparedModel]) -> list[str]:
+    """Names that fit a legend; matplotlib leaves out names that begin with `_`."""
+    found = labels([model.name for model in models], 24)
+    return [name.lstrip("_") or "?" for name in found]
 
 
 def _parts(axes: Axes, found: Sensitivity) -> None:

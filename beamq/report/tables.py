@@ -9,7 +9,7 @@ perplexity tool prints carry its names; Q stands for the candidate there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from importlib import resources
@@ -54,17 +54,38 @@ class Table:
             name = self.head[place] if self.head else ""
             yield name, self.align[min(place, len(self.align) - 1)] == "r"
 
-    def clipped(self, head: int, cell: int) -> Table:
-        """The same with names and cells of at most so many characters."""
+    def clipped(self, labels: Mapping[str, str], cell: int) -> Table:
+        """The same with `labels` of names in the head, and with cells of at most so many characters
+        (of a name, its label)."""
         return replace(
             self,
-            head=tuple(_clip(name, head) for name in self.head),
-            rows=[tuple(_clip(text, cell) for text in row) for row in self.rows],
-        )
+            head=tuple(labels.get(name, name) for name in self.head),
+            rows=[
+                tuple(labels.get(text, _clip(text, cell)) if len(text) > cell else text
+                      for text in row)
+                for row in self.rows
+            ],
+        )  # fmt: skip
 
 
 def _clip(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def labels(names: Sequence[str], width: int) -> list[str]:
+    """Names of at most `width` characters that still differ: cut at the end, the beginning or in
+    the middle, or else with a number."""
+    keep = width - 3
+    cuts: list[Callable[[str], str]] = [
+        lambda name: f"{name[:keep]}...",
+        lambda name: f"...{name[-keep:]}",
+        lambda name: f"{name[: keep // 2]}...{name[keep // 2 - keep :]}",
+    ]
+    for cut in cuts:
+        found = [name if len(name) <= width else cut(name) for name in names]
+        if len(set(found)) == len(set(names)):
+            return found
+    return [_clip(f"{place}: {name}", width) for place, name in enumerate(names)]
 
 
 def terminal(table: Table, width: int) -> RichTable:

@@ -284,6 +284,23 @@ def test_the_command(
     assert data["candidates"][0]["divergence"]["mean_kld"]["value"] > 0
 
 
+def test_folders_that_differ_at_the_end_of_a_long_name(
+    run: Callable[..., tuple[int, str]], beam_nano: Path, made: dict[str, Path], tmp_path: Path
+) -> None:
+    folders = []
+    for number in (1, 2):
+        folders.append(tmp_path / f"a folder with a name of thirty and some letters, {number}")
+        shutil.copytree(made["fp8"], folders[-1])
+    size = ("--samples", "1", "--sequence-length", "16", "--quiet")
+    code, text = run("compare", beam_nano, *folders, "--report", tmp_path / "out", *size)
+    assert code == 0
+    assert "...ome letters, 1" in text
+    assert "...ome letters, 2" in text
+    assert "One row has no standard error" in " ".join(text.split())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("...y and some letters, 1<") == page.count("...y and some letters, 2<") == 4
+
+
 def test_what_cannot_be_compared_is_refused_before_anything_is_said(
     beam_nano: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

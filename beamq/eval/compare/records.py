@@ -170,6 +170,8 @@ def _limit(word: str, limit: float | None, form: str) -> str:
 
 
 def _close_calls(seen: Divergence, limits: Limits) -> list[str]:
+    if seen.mean_kld.standard_error is None and not seen.exact:
+        return ["One row has no standard error; use more --samples for a sure verdict."]
     pairs = (
         ("mean KLD", seen.mean_kld, limits.bounds.mean_kld),
         ("same top token", seen.same_top, limits.bounds.same_top),

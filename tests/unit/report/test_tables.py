@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from beamq.report.console import Screen
-from beamq.report.tables import Table, html, markdown
+from beamq.report.tables import Table, html, labels, markdown
 
 TABLE = Table(
     title="Sizes",
@@ -59,3 +59,28 @@ def test_columns_without_a_letter_are_as_the_last_one() -> None:
         ("b", True),
         ("c", True),
     ]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["short", "as long as it may be"], ["short", "as long as it may be"]),
+        (["first of two long names", "other of two long names"],
+         ["first of two long...", "other of two long..."]),
+        (["a long folder name of run 1", "a long folder name of run 2"],
+         ["...der name of run 1", "...der name of run 2"]),
+        (["a folder of many runs, run 1 of nvfp4", "a folder of many runs, run 2 of nvfp4",
+          "b folder of many runs, run 1 of nvfp4", "b folder of many runs, run 1 of fp8"],
+         ["0: a folder of ma...", "1: a folder of ma...", "2: b folder of ma...",
+          "3: b folder of ma..."]),
+    ],
+)  # fmt: skip
+def test_long_names_stay_different(names: list[str], expected: list[str]) -> None:
+    assert labels(names, 20) == expected
+
+
+def test_a_table_takes_labels_for_names() -> None:
+    table = Table(head=("", "a name"), rows=[("another long name", "a cell that is too long")])
+    clipped = table.clipped({"a name": "A", "another long name": "B"}, 10)
+    assert clipped.head == ("", "A")
+    assert clipped.rows == [("B", "a cell ...")]
