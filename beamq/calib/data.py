@@ -30,8 +30,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from beamq.calib.documents import DataSpec, SourceLog, documents, in_pieces, parse_spec
-from beamq.errors import CalibrationError, MissingDependencyError, UsageError
+from beamq.calib.documents import (
+    DataSpec,
+    Document,
+    SourceLog,
+    documents,
+    in_pieces,
+    parse_spec,
+)
+from beamq.errors import CalibrationError, MissingDependencyError, UsageError, counted
 from beamq.io.files import read_json_object
 
 # The default text: sources of Python's standard library, as the running Python has them.
@@ -170,10 +177,17 @@ class CheckpointTokenizer:
         self._vocab_size = vocabulary if isinstance(vocabulary, int) else None
         self.separator = self._separator(model)
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Token ids [T] of a text, without special tokens around it."""
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = np.asarray(encoded.ids, dtype=np.int64)
+    def encode(self, text: Document) -> NDArray[np.int64]:
+        """Token ids [T] of a text, without special tokens around it; ids stay as they are."""
+        if not isinstance(text, str):
+            ids = np.asarray(text, dtype=np.int64)
+            if self._vocab_size is not None and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+                raise CalibrationError(
+                    f"`input_ids` from {ids.min()} to {ids.max()}, expected 0 to"
+                    f" {self._vocab_size - 1}; use data of this model's tokenizer"
+                )
+            return ids
+        ids = np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
         if self._vocab_size is not None and ids.size and int(ids.max()) >= self._vocab_size:
             raise CalibrationError(
                 f"{self._folder / 'tokenizer.json'}: yields id {int(ids.max())}, but config.json"
@@ -181,16 +195,18 @@ class CheckpointTokenizer:
             )
         return ids
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        """A conversation in the form of the chat template; None where the template refuses it, as
-        templates do on purpose (for roles that do not alternate, say).
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> str | None:
+        """A conversation and its tools in the form of the chat template; None where the template
+        refuses it, as templates do on purpose (for roles that do not alternate, say).
 
         Raises `CalibrationError` for a tokenizer without a template: no row could be used.
         """
         if self._chat is None:
             self._chat = self._load_chat()
         try:
-            return str(self._chat.apply_chat_template(list(messages), tokenize=False))
+            return str(self._chat.apply_chat_template(list(messages), tools=tools, tokenize=False))
         except Exception:  # a template is a program: it may raise whatever it likes
             return None
 
@@ -362,6 +378,11 @@ def _draw(
         f"{spec.name}: skipped {count} {reason} (first: {log.examples[reason]})"
         for reason, count in log.skipped.items()
     ]
+    if log.cut:
+        notes.append(
+            f"{spec.name}: {counted(log.cut, 'document')} of more than {2 * piece:,} characters"
+            f" were read in pieces of about {piece:,}"
+        )
     if not taken and quota:
         why = f"; {'; '.join(notes)}" if notes else ""
         raise CalibrationError(f"--data {spec.text}: no text found{why}")
@@ -384,7 +405,9 @@ def _draw_default(
     return _Drawn(documents=taken, record=record, notes=[])
 
 
-def _tokens(texts: Iterator[str], tokenizer: CheckpointTokenizer, quota: int) -> Iterator[IdsT]:
+def _tokens(
+    texts: Iterator[Document], tokenizer: CheckpointTokenizer, quota: int
+) -> Iterator[IdsT]:
     """Documents as ids with the separator after each, until they are exactly `quota` tokens."""
     left = quota
     while left > 0 and (text := next(texts, None)) is not None:

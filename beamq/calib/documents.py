@@ -1,7 +1,8 @@
 """The documents that `--data` names, in an order that a seed fixes.
 
 In: specs such as `notes.md`, `src/`, `chats.jsonl:0.3`, `owner/name,split=test:2`.
-Out: `DataSpec` and, from `documents`, an iterator of texts that is read only as far as needed.
+Out: `DataSpec` and, from `documents`, an iterator of texts (or token ids) that is read only as far
+as needed.
 
 The one idea: a file is a sequence of *units* (a stretch of a text file, a block of lines, a row
 group of a parquet file) that are counted from the file's size or footer alone. The units of a whole
@@ -13,38 +14,53 @@ rows of tokens, cut at line ends, each a document of its own.
     dataset       owner/name[,config=C][,split=S][,revision=R]     on the Hugging Face Hub
 
 A name that exists on disk is a path, even if it looks otherwise (`odd:0.5`). Folders are read
-recursively, without hidden entries: .txt .md .py as text, .jsonl .parquet as rows. A row's document
-is its `text`, or its `messages` (objects with `role` and `content`) through the chat template; a
-row with neither is an error.
+recursively, without hidden entries: .txt .md .py as text, .jsonl .parquet .json .csv .tsv as rows,
+each also as .gz or .zst (not .parquet). A row's document is the first that it has of
+
+    text          a string
+    messages      objects with `role` and `content`, through the chat template with the row's
+                  `tools`; `conversations` with `from` and `value` are the same
+    prompt        with `completion`: two strings, or two lists of messages
+    input_ids     token ids, taken as they are
+
+and a row with none of them is an error.
 
 Limits: UTF-8 only; a file of more than 65,536 units (1 GB of text at 2,048 tokens) is sampled
-evenly. Why not the `datasets` library for files: ADR 13.
+evenly. A .json, .csv, .tsv or compressed file is read from its beginning, through a buffer that
+shuffles. Why not the `datasets` library for files: ADR 13.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 import math
 import os
 import random
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from beamq.errors import BeamqError, CalibrationError, MissingDependencyError
 from beamq.io.hub import hub_call
 
 # `datasets` and `pyarrow` are imported where they are used: 0.2 to 1 s, and most runs need neither.
 
-COLUMNS = ("text", "messages")
+COLUMNS = ("text", "messages", "conversations", "prompt", "input_ids")
+READ_COLUMNS = (*COLUMNS, "completion", "tools")
+SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool"}
 MAX_LINE_BYTES = 1 << 28
 SHUFFLE_BUFFER_ROWS = 1024
 LOOK_UP_SECONDS = 10.0
 
-Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
+Document = str | list[int]
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str | None]
 Skip = Callable[[str, str], None]
 
 
@@ -56,29 +72,47 @@ class Row:
     where: Callable[[], str]
 
 
-def text_of(row: Row, *, render: Render, skip: Skip) -> str | None:
+def document_of(row: Row, *, render: Render, skip: Skip) -> Document | None:
     """A row's document, or None where it has none, after a call of `skip` with the reason."""
-    text, messages = row.values.get("text"), row.values.get("messages")
-    if not any(column in row.values for column in COLUMNS):
-        columns = ", ".join(list(map(str, row.values))[:8]) or "none"
-        raise CalibrationError(
-            f"{row.where()}: no column `text` or `messages` (columns: {columns[:120]});"
-            " rename the column that holds the text"
-        )
+    values = row.values
+    if not any(column in values for column in COLUMNS):
+        raise _no_column(row.where(), map(str, values))
+    text, ids = values.get("text"), values.get("input_ids")
+    messages = values.get("messages") or values.get("conversations")
+    prompt, completion = values.get("prompt"), values.get("completion")
+    if prompt and completion and isinstance(prompt, list) and isinstance(completion, list):
+        messages = messages or prompt + completion
+    elif prompt and text is None:
+        text = prompt + (completion or "") if isinstance(prompt, str) else prompt
     if text is not None and not isinstance(text, str):
         raise CalibrationError(
             f"{row.where()}: `text` is a {type(text).__name__}, expected a string"
         )
     if text and text.strip():
         return _sound(text)
+    if not messages and ids:
+        if isinstance(ids, list) and all(type(each) is int for each in ids):
+            return ids
+        raise CalibrationError(f"{row.where()}: `input_ids` is not a list of whole numbers")
     if not messages:
         skip("empty rows", row.where())
         return None
-    rendered = render(_conversation(messages, row))
+    conversation = _conversation(messages, row)
+    if not all(isinstance(each.get("content", ""), str) for each in conversation):
+        skip("conversations with parts that are not text", row.where())
+        return None
+    rendered = render(conversation, _tools(row))
     if not rendered or not rendered.strip():
         skip("conversations that the chat template refuses", row.where())
         return None
     return _sound(rendered)
+
+
+def _no_column(where: str, columns: Iterable[str]) -> CalibrationError:
+    return CalibrationError(
+        f"{where}: none of the columns {', '.join(COLUMNS)} (columns:"
+        f" {', '.join(list(columns)[:8])[:120] or 'none'}); rename the column that holds the text"
+    )
 
 
 def _sound(text: str) -> str:
@@ -87,17 +121,38 @@ def _sound(text: str) -> str:
 
 
 def _conversation(messages: Any, row: Row) -> list[dict[str, Any]]:
-    """Check `messages`; keys whose value is null (tables fill them in) are left out."""
-    good = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-    )
-    if not good:
-        raise CalibrationError(
-            f"{row.where()}: `messages` is not a list of objects with `role` and `content`"
-        )
-    return [
-        {key: value for key, value in message.items() if value is not None} for message in messages
-    ]
+    """Check `messages`; keys whose value is null (tables fill them in) are left out. Text parts of
+    a message become one string."""
+    found = []
+    for message in messages if isinstance(messages, list) else [None]:
+        given = message if isinstance(message, dict) else {}
+        kept = {key: value for key, value in given.items() if value is not None}
+        if "role" not in kept and isinstance(speaker := kept.pop("from", None), str):
+            kept["role"] = SPEAKERS.get(speaker, speaker)
+            kept["content"] = kept.pop("value", "")
+        if not isinstance(kept.get("role"), str):
+            raise CalibrationError(
+                f"{row.where()}: `messages` is not a list of objects with `role` and `content`"
+            )
+        parts = kept.get("content")
+        if isinstance(parts, list) and all(
+            isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+        ):
+            kept["content"] = "".join(part["text"] for part in parts)
+        found.append(kept)
+    return found
+
+
+def _tools(row: Row) -> list[Any] | None:
+    """A row's tool definitions, a list or JSON of one."""
+    tools = row.values.get("tools")
+    try:
+        tools = json.loads(tools) if tools and isinstance(tools, str) else tools
+    except ValueError:
+        tools = 0
+    if tools is not None and not isinstance(tools, list):
+        raise CalibrationError(f"{row.where()}: `tools` is not a list")
+    return tools or None
 
 
 def jsonl_rows(path: Path, start: int, stop: int) -> list[Row]:
@@ -145,17 +200,14 @@ def parquet_groups(path: Path) -> int:
     file = _open_parquet(path)
     names = file.schema_arrow.names
     if not any(column in names for column in COLUMNS):
-        raise CalibrationError(
-            f"{path}: no column `text` or `messages` (columns: {', '.join(names)[:120]});"
-            " rename the column that holds the text"
-        )
+        raise _no_column(str(path), names)
     return int(file.metadata.num_row_groups)
 
 
 def parquet_rows(path: Path, group: int, rng: random.Random) -> Iterator[Row]:
     """Rows of one row group, in an order drawn from `rng`; only the known columns are read."""
     file = _open_parquet(path)
-    columns = [column for column in COLUMNS if column in file.schema_arrow.names]
+    columns = [column for column in READ_COLUMNS if column in file.schema_arrow.names]
     try:
         table = file.read_row_group(group, columns=columns)
     except (OSError, ValueError) as fault:  # pyarrow's own errors derive from these
@@ -176,6 +228,66 @@ def _open_parquet(path: Path) -> Any:
         return pyarrow.parquet.ParquetFile(path)
     except (OSError, ValueError) as fault:
         raise CalibrationError(f"{path}: not a parquet file: {str(fault)[:120]}") from fault
+
+
+def streamed_rows(path: Path, rng: random.Random) -> Iterator[Row]:
+    """Rows of a .json, .csv or .tsv file or of a compressed one, through a buffer that shuffles."""
+    buffer: list[Row] = []
+    try:
+        with _plain_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+            for number, values in enumerate(_objects(path, file), 1):
+                where = f"{path}, row {number}"
+                if not isinstance(values, dict):
+                    raise CalibrationError(
+                        f"{where}: a {type(values).__name__}, expected a JSON object"
+                    )
+                buffer.append(Row(values, lambda where=where: where))  # type: ignore[misc]
+                if len(buffer) > SHUFFLE_BUFFER_ROWS:
+                    place = rng.randrange(len(buffer))
+                    buffer[place], buffer[-1] = buffer[-1], buffer[place]
+                    yield buffer.pop()
+    except (ValueError, EOFError, zlib.error, csv.Error, RecursionError) as fault:
+        raise CalibrationError(f"{path}: cannot be read: {str(fault)[:120]}") from fault
+    rng.shuffle(buffer)
+    yield from buffer
+
+
+def _objects(path: Path, file: io.TextIOWrapper) -> Iterator[Any]:
+    """The rows of a file of this inner kind; a text file is one row."""
+    kind = _kind(path)
+    if kind in (".csv", ".tsv"):
+        csv.field_size_limit(MAX_LINE_BYTES)
+        yield from csv.DictReader(file, delimiter="," if kind == ".csv" else "\t")
+    elif kind == ".jsonl":
+        while line := file.readline(MAX_LINE_BYTES):
+            if line.strip():
+                yield json.loads(line)
+    else:
+        text = file.read(MAX_WHOLE_CHARACTERS + 1)
+        if len(text) > MAX_WHOLE_CHARACTERS:
+            raise CalibrationError(
+                f"{path}: more than {MAX_WHOLE_CHARACTERS:,} characters, which is read whole;"
+                " convert it to .jsonl"
+            )
+        found = json.loads(text) if kind == ".json" else [{"text": text}]
+        if isinstance(found, dict):  # {"data": [...]}, as some exports have it
+            lists = [value for value in found.values() if isinstance(value, list)]
+            found = lists[0] if len(lists) == 1 and len(found) == 1 else [found]
+        yield from found if isinstance(found, list) else [found]
+
+
+def _plain_bytes(path: Path) -> IO[bytes]:
+    suffix = path.suffix.lower()
+    if suffix != ".zst":
+        opened: Any = gzip.open if suffix == ".gz" else open
+        plain: IO[bytes] = opened(path, "rb")
+        return plain
+    try:
+        import pyarrow
+    except ImportError as fault:
+        raise MissingDependencyError(f"{path}: .zst needs `pyarrow`: {fault}") from fault
+    stream: IO[bytes] = pyarrow.input_stream(str(path), compression="zstd")
+    return stream
 
 
 def hub_rows(name: str, options: Mapping[str, str], *, seed: int) -> Iterator[Row]:
@@ -235,12 +347,14 @@ def _only_split(name: str, splits: Mapping[str, Any]) -> Any:
 
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-ROW_SUFFIXES = (".jsonl", ".parquet")
-SUFFIXES = (*TEXT_SUFFIXES, *ROW_SUFFIXES)
+STREAMED_SUFFIXES = (".json", ".csv", ".tsv")
+SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet", *STREAMED_SUFFIXES)
+PACKED_SUFFIXES = (".gz", ".zst")  # of .txt.gz and so on
 OTHER_SUFFIXES = (  # of files that are not read, but are no dataset either
-    ".json", ".csv", ".tsv", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".arrow", ".text",
-    ".rst", ".html", ".xml", ".yaml", ".yml", ".pdf", ".docx", ".log",
+    *PACKED_SUFFIXES, ".xz", ".bz2", ".zip", ".tar", ".arrow", ".text", ".rst", ".html", ".xml",
+    ".yaml", ".yml", ".pdf", ".docx", ".log",
 )  # fmt: skip
+MAX_WHOLE_CHARACTERS = 1 << 28
 JSONL_BLOCK_BYTES = 1 << 16
 MAX_UNITS_PER_FILE = 1 << 16
 MAX_WAITING_CHARACTERS = 1 << 26
@@ -262,9 +376,11 @@ class DataSpec:
 
 @dataclass(slots=True, kw_only=True)
 class SourceLog:
-    """What was read of a source: number of files, and what was skipped and why."""
+    """What was read of a source: number of files, of documents cut into pieces, and what was
+    skipped and why."""
 
     files: int = 0
+    cut: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
@@ -276,7 +392,8 @@ class SourceLog:
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Bytes [start, stop) of a text or .jsonl file, or row group `start` of a .parquet file.
+    """Bytes [start, stop) of a text or .jsonl file, row group `start` of a .parquet file, or the
+    whole of a file that is streamed (`stop` is -1).
 
     `length` is the length of this file's units; the last one may be shorter.
     """
@@ -345,44 +462,66 @@ def _split_weight(text: str) -> tuple[str, float]:
 def _path_spec(text: str, name: str, weight: float) -> DataSpec:
     path = Path(name).expanduser()
     kind: Literal["file", "folder"] = "folder" if path.is_dir() else "file"
-    if kind == "file" and path.suffix not in SUFFIXES:
+    if kind == "file" and not _is_known(path):
         raise CalibrationError(
-            f"--data {text}: unknown kind of file; expected one of {' '.join(SUFFIXES)}"
+            f"--data {text}: unknown kind of file; expected one of {' '.join(SUFFIXES)}, or one of"
+            f" them with {' or '.join(PACKED_SUFFIXES)} after it"
         )
     return DataSpec(text=text, kind=kind, name=path.resolve().name, weight=weight, path=path)
 
 
+def _kind(path: Path) -> str:
+    """The suffix that says how a file is read, without one of compression, in small letters."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in PACKED_SUFFIXES else suffix
+
+
+def _is_known(path: Path) -> bool:
+    packed = path.suffix.lower() in PACKED_SUFFIXES
+    return _kind(path) in SUFFIXES and not (packed and _kind(path) == ".parquet")
+
+
 def documents(
     spec: DataSpec, *, seed: str, piece: int, render: Render, log: SourceLog
-) -> Iterator[str]:
+) -> Iterator[Document]:
     """Texts of a source in an order that `seed` fixes, of at most about 2 x `piece` characters.
 
-    `render` turns a conversation into text. What is skipped is counted in `log`.
+    `render` turns a conversation, and its tools, into text. What is skipped or cut is counted in
+    `log`.
     """
     rng = random.Random(seed)
     if spec.path is None:
         found = hub_rows(spec.name, dict(spec.options), seed=rng.getrandbits(31))
-        return in_pieces(_row_texts(found, render, log), piece=piece, rng=rng)
+        return in_pieces(_row_texts(found, render, log), piece=piece, rng=rng, log=log)
     files = [spec.path] if spec.kind == "file" else _walk(spec)
     log.files = len(files)
     units = [unit for path in files for unit in _units(path, piece, spec.kind == "file")]
     rng.shuffle(units)
-    return in_pieces(_unit_texts(units, render, rng, log), piece=piece, rng=rng)
+    return in_pieces(_unit_texts(units, render, rng, log), piece=piece, rng=rng, log=log)
 
 
-def in_pieces(texts: Iterable[str], *, piece: int, rng: random.Random) -> Iterator[str]:
-    """Cut texts above 2 x `piece` characters at line ends. Yield one piece of each such text in its
-    place and the others at the end, so that a book in one row does not fill every sample.
+def in_pieces(
+    texts: Iterable[Document], *, piece: int, rng: random.Random, log: SourceLog | None = None
+) -> Iterator[Document]:
+    """Cut texts above 2 x `piece` characters at line ends, and token ids above as many. Yield one
+    piece of each in its place and the others at the end, so that a book in one row does not fill
+    every sample.
 
     What waits is bounded: past `MAX_WAITING_CHARACTERS`, pieces are yielded at once.
     """
-    waiting: list[str] = []
+    waiting: list[Document] = []
     characters = 0
     for text in texts:
         if len(text) <= 2 * piece:
             yield text
             continue
-        pieces = list(_cut(text, piece))
+        if log is not None:
+            log.cut += 1
+        pieces: list[Document]
+        if isinstance(text, str):
+            pieces = list(_cut(text, piece))
+        else:
+            pieces = [text[start : start + piece] for start in range(0, len(text), piece)]
         yield pieces.pop(rng.randrange(len(pieces)))
         if characters > MAX_WAITING_CHARACTERS:
             yield from pieces
@@ -405,12 +544,14 @@ def _cut(text: str, piece: int) -> Iterator[str]:
 
 def _unit_texts(
     units: Iterable[_Unit], render: Render, rng: random.Random, log: SourceLog
-) -> Iterator[str]:
+) -> Iterator[Document]:
     for unit in units:
         try:
-            if unit.path.suffix in TEXT_SUFFIXES:
+            if unit.stop < 0:
+                yield from _row_texts(streamed_rows(unit.path, rng), render, log)
+            elif _kind(unit.path) in TEXT_SUFFIXES:
                 yield from _text_piece(unit, log)
-            elif unit.path.suffix == ".jsonl":
+            elif _kind(unit.path) == ".jsonl":
                 block = jsonl_rows(unit.path, unit.start, unit.stop)
                 rng.shuffle(block)
                 yield from _row_texts(block, render, log)
@@ -425,9 +566,9 @@ def _unreadable(path: object, fault: OSError) -> CalibrationError:
     return CalibrationError(f"{path}: cannot be read: {fault.strerror or fault}")
 
 
-def _row_texts(found: Iterable[Row], render: Render, log: SourceLog) -> Iterator[str]:
+def _row_texts(found: Iterable[Row], render: Render, log: SourceLog) -> Iterator[Document]:
     for row in found:
-        text = text_of(row, render=render, skip=log.skip)
+        text = document_of(row, render=render, skip=log.skip)
         if text is not None:
             yield text
 
@@ -442,7 +583,7 @@ def _walk(spec: DataSpec) -> list[Path]:
     for folder, inner, names in os.walk(spec.path or "", onerror=refuse):
         inner[:] = [name for name in inner if not name.startswith(".") and name != "__pycache__"]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [path for path in paths if path.suffix in SUFFIXES and path.is_file()]
+        found += [path for path in paths if _is_known(path) and path.is_file()]
     if not found:
         raise CalibrationError(
             f"--data {spec.text}: the folder has no file of a known kind ({' '.join(SUFFIXES)})"
@@ -452,9 +593,11 @@ def _walk(spec: DataSpec) -> list[Path]:
 
 def _units(path: Path, piece: int, named: bool) -> list[_Unit]:
     """The units of a file; evenly spaced ones where there would be too many."""
-    if path.suffix == ".parquet":
+    if path.suffix.lower() in PACKED_SUFFIXES or _kind(path) in STREAMED_SUFFIXES:
+        return [_Unit(path, 0, -1, 0, named)]
+    if _kind(path) == ".parquet":
         return [_Unit(path, group, group, 0, named) for group in range(parquet_groups(path))]
-    length = piece if path.suffix in TEXT_SUFFIXES else JSONL_BLOCK_BYTES
+    length = piece if _kind(path) in TEXT_SUFFIXES else JSONL_BLOCK_BYTES
     try:
         size = path.stat().st_size
     except OSError as fault:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
+import re
 import shutil
 import sys
 from collections import Counter
@@ -32,7 +34,14 @@ from beamq.calib.data import (
     shares,
     split_modules,
 )
-from beamq.calib.documents import DataSpec, SourceLog, documents, in_pieces, parse_spec
+from beamq.calib.documents import (
+    DataSpec,
+    Document,
+    SourceLog,
+    documents,
+    in_pieces,
+    parse_spec,
+)
 from beamq.errors import (
     CalibrationError,
     HubError,
@@ -55,9 +64,13 @@ def load(specs: Sequence[Path | str], nano: Path, **options: Any) -> Calibration
     return load_calibration_data([str(spec) for spec in specs], nano, **chosen)
 
 
-def texts(spec: Path | str, *, seed: str = "0", piece: int = 4096) -> list[str]:
+def render(messages: Sequence[Any], tools: Sequence[Any] | None) -> str:
+    return repr(messages) if tools is None else repr((tools, messages))
+
+
+def texts(spec: Path | str, *, seed: str = "0", piece: int = 4096) -> list[Document]:
     log = SourceLog()
-    return list(documents(parse_spec(str(spec)), seed=seed, piece=piece, render=repr, log=log))
+    return list(documents(parse_spec(str(spec)), seed=seed, piece=piece, render=render, log=log))
 
 
 @pytest.fixture
@@ -217,7 +230,7 @@ class TestTextFiles:
     def test_unreadable_file_names_itself(self, tmp_path: Path) -> None:
         spec = DataSpec(text="x", kind="file", name="x", weight=1.0, path=tmp_path / "gone.txt")
         with pytest.raises(CalibrationError, match=r"gone\.txt: cannot be read"):
-            list(documents(spec, seed="0", piece=10, render=repr, log=SourceLog()))
+            list(documents(spec, seed="0", piece=10, render=render, log=SourceLog()))
 
 
 class TestRows:
@@ -266,9 +279,16 @@ class TestRows:
             ("{", "line 2: not JSON"),
             ("[" * 100_000, "line 2: not JSON"),
             ("[1]", "line 2: a list, expected a JSON object"),
-            ('{"content": "x", "lang": "py"}', r"no column .* \(columns: content, lang\)"),
+            (
+                '{"content": "x", "lang": "py"}',
+                r"none of the columns text.* \(columns: content, lang\)",
+            ),
             ('{"text": 3}', "`text` is a int"),
             ('{"messages": "x"}', "`messages` is not a list"),
+            ('{"conversations": [{"from": 3, "value": "x"}]}', "`messages` is not a list"),
+            ('{"input_ids": [1, "x"]}', "`input_ids` is not a list of whole numbers"),
+            ('{"prompt": 3}', "`text` is a int"),
+            ('{"messages": [{"role": "user"}], "tools": "{"}', "`tools` is not a list"),
             ('{"messages": [{"content": "x"}]}', "`messages` is not a list"),
         ],
     )
@@ -276,6 +296,113 @@ class TestRows:
         (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
         with pytest.raises(CalibrationError, match=message):
             texts(tmp_path / "a.jsonl")
+
+    @pytest.mark.parametrize(
+        ("row", "expected"),
+        [
+            ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+             repr([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])),
+            ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"},
+                                                        {"type": "text", "text": "b"}]}]},
+             repr([{"role": "user", "content": "ab"}])),
+            ({"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "t"}]},
+             repr(([{"name": "t"}], [{"role": "user", "content": "a"}]))),
+            ({"messages": [{"role": "user", "content": "a"}], "tools": '[{"name": "t"}]'},
+             repr(([{"name": "t"}], [{"role": "user", "content": "a"}]))),
+            ({"prompt": "a ", "completion": "b"}, "a b"),
+            ({"prompt": "a"}, "a"),
+            ({"prompt": [{"role": "user", "content": "a"}],
+              "completion": [{"role": "assistant", "content": "b"}]},
+             repr([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])),
+            ({"input_ids": [5, 6, 7]}, [5, 6, 7]),
+        ],
+    )  # fmt: skip
+    def test_shapes_of_rows(self, tmp_path: Path, row: dict[str, Any], expected: Document) -> None:
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        assert texts(tmp_path / "a.jsonl") == [expected]
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "b.parquet")
+        assert texts(tmp_path / "b.parquet") == [expected]
+
+    def test_shapes_of_files(self, tmp_path: Path) -> None:
+        rows_in = [f"row {i}, é" for i in range(30)]
+        objects = [{"text": text} for text in rows_in]
+        lines = "".join(json.dumps(each) + "\n" for each in objects)
+        table = "text\tid\n" + "".join(f"{text}\t{i}\n" for i, text in enumerate(rows_in))
+        kinds = {
+            "a.json": json.dumps(objects),
+            "b.json": json.dumps({"data": objects}),
+            "c.tsv": table,
+            "d.csv": "\ufeff" + table.replace(",", ";").replace("\t", ","),
+            "e.JSONL": lines,
+            "f.jsonl": lines,
+        }
+        for name, text in kinds.items():
+            (tmp_path / name).write_text(text)
+            with gzip.open(tmp_path / f"{name}.gz", "wt", encoding="utf-8") as file:
+                file.write(text)
+            with pa.output_stream(str(tmp_path / f"{name}.zst"), compression="zstd") as stream:
+                stream.write(text.encode())
+            expected = sorted(
+                text.replace(",", ";") if name == "d.csv" else text for text in rows_in
+            )
+            for path in (name, f"{name}.gz", f"{name}.zst"):
+                found = texts(tmp_path / path)
+                assert sorted(map(str, found)) == expected, path
+                assert found != expected, "shuffled"
+                assert found == texts(tmp_path / path)
+        assert len(texts(tmp_path)) == 30 * 3 * len(kinds)
+        with gzip.open(tmp_path / "a.txt.gz", "wt") as file:
+            file.write("a whole text\nin two lines")
+        assert texts(tmp_path / "a.txt.gz") == ["a whole text\nin two lines"]
+        (tmp_path / "B.TXT").write_text("loud")
+        assert texts(tmp_path / "B.TXT") == ["loud"]
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("a.json", b"{"),
+            ("a.json", b"[3]"),
+            ("a.json.gz", b"not gzip"),
+            ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 50)[:-9]),
+            ("a.jsonl.zst", b"not zstd"),
+            ("a.csv", b"text\n\xff\n"),
+        ],
+    )
+    def test_broken_files_are_named(self, tmp_path: Path, name: str, content: bytes) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(CalibrationError, match=re.escape(name)):
+            texts(tmp_path / name)
+
+    def test_ids_of_another_tokenizer_are_refused(self, tmp_path: Path, beam_nano: Path) -> None:
+        (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [*range(5, 90)]}))
+        data = load([tmp_path / "a.jsonl"], beam_nano, samples=1)
+        assert data.input_ids[0, :63].tolist() == [*range(5, 68)]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 1 << 40]}))
+        with pytest.raises(CalibrationError, match="`input_ids` from 1 to"):
+            load([tmp_path / "a.jsonl"], beam_nano)
+
+    def test_tools_reach_the_chat_template(self, tmp_path: Path, nano_tokenizer: Path) -> None:
+        (nano_tokenizer / "chat_template.jinja").write_text(
+            "{% for tool in tools %}{{ tool.name }} {% endfor %}{{ messages[0].content }}"
+        )
+        row = {"messages": [{"role": "user", "content": prose(9)}], "tools": [{"name": "while"}]}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        data = load([tmp_path / "a.jsonl"], nano_tokenizer, samples=1, sequence_length=16)
+        expected = CheckpointTokenizer(nano_tokenizer).encode("while " + prose(9))
+        assert data.input_ids[0, :15].tolist() == expected[:15].tolist()
+
+    def test_images_are_passed_over_and_long_rows_are_said(
+        self, tmp_path: Path, nano_tokenizer: Path
+    ) -> None:
+        image = [{"type": "image", "image": "x"}, {"type": "text", "text": "what is it?"}]
+        rows_in: list[dict[str, Any]] = [
+            {"messages": [{"role": "user", "content": image}]},
+            {"messages": [{"role": "user", "content": prose(400)}]},
+        ]
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows_in)))
+        data = load([tmp_path / "a.jsonl"], nano_tokenizer, samples=1000)
+        assert data.sources[0].skipped == {"conversations with parts that are not text": 1}
+        assert "a.jsonl: 1 document of more than 8,192 characters" in data.notes[1]
 
     def test_half_a_surrogate_pair_is_replaced(self, tmp_path: Path, beam_nano: Path) -> None:
         (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b é"}')
