@@ -37,7 +37,8 @@ def flop(kind: str, mlp: str, tokens: int) -> float:
     c = REAL
     linear = c.hidden_size * (3 * c.q_dim + 2 * c.kv_dim)
     width = c.intermediate_size if mlp == "dense" else c.top_k * c.moe_intermediate_size
-    keys = tokens / 2 if kind == "full" else min(c.sliding_window, tokens / 2)
+    window = c.sliding_window if kind == "sliding" else None
+    keys = min(window or tokens, tokens / 2)
     return 2.0 * tokens * (linear + 3 * width * c.hidden_size + 2 * keys * c.q_dim)
 
 

@@ -140,7 +140,7 @@ def residual_add(h: torch.Tensor, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def head_logits(h_TK: torch.Tensor, head: Head, config: BeamConfig) -> torch.Tensor:
-    """FP32 logits [T, V]: final norm, output matrix, softcap `c * tanh(logits / c)` in FP32."""
+    """FP32 logits [T, V]: final norm, output matrix, softcap `c * tanh(logits / c)` if any."""
     cap = config.final_logit_softcapping
     x_TK = norm(h_TK, head.norm, config)
     vocab = head.output_VK.shape[0]
@@ -148,5 +148,6 @@ def head_logits(h_TK: torch.Tensor, head: Head, config: BeamConfig) -> torch.Ten
     step = max(1, CHUNK_ELEMENTS // vocab)
     for start in range(0, x_TK.shape[0], step):
         raw = product(x_TK[start : start + step], head.output_VK)
-        out[start : start + step] = raw.float().div_(cap).tanh_().mul_(cap)
+        logits = raw.float()
+        out[start : start + step] = logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
     return out

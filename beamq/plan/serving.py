@@ -219,7 +219,7 @@ def kv_cache_nbytes(
     token = 2 * held * config.head_dim * itemsize
     full = len(config.full_layers) if windowed else config.num_layers
     sliding = config.num_layers - full
-    return token * (full * context + sliding * min(config.sliding_window, context))
+    return token * (full * context + sliding * min(config.sliding_window or 0, context))
 
 
 def default_context(config: BeamConfig) -> int:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from beamq.beam.config import BeamConfig
+from beamq.beam.config import BeamConfig, unknown_keys
 from beamq.beam.tensors import (
     FP32_ROLES,
     Role,
@@ -232,6 +232,9 @@ def _notes(
             f"{counted(len(others), 'tensor is', 'tensors are')} not Beam's ({few(others)}); copied"
             " bit for bit, but vLLM and SGLang stop at unknown names"
         )
+    if unknown := unknown_keys(checkpoint.config):
+        some = counted(len(unknown), "key that is", "keys that are")
+        yield f"config.json has {some} not Beam's, copied without being used: {few(unknown)}"
     unlisted = [
         name
         for name in checkpoint.source.names()

@@ -130,11 +130,12 @@ class ServingView:
         return kv_cache_nbytes(self._config, self._context, itemsize=itemsize)
 
     def _kv_line(self) -> str:
-        full = len(self._config.full_layers)
+        full, window = len(self._config.full_layers), self._config.sliding_window
+        sliding = self._config.num_layers - full
+        rest = f"; the other {sliding} keep {window:,} tokens each" if sliding and window else ""
         return (
             f"KV cache of one sequence of {self._context:,} tokens: {_both(self._kv(2))} in BF16,"
-            f" {_both(self._kv(1))} in FP8 ({full} full layers; the other"
-            f" {self._config.num_layers - full} keep {self._config.sliding_window:,} tokens each)."
+            f" {_both(self._kv(1))} in FP8 ({full} full layers{rest})."
         )
 
     def _padding(self) -> list[Block]:

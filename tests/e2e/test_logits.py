@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -206,7 +207,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "sliding_window": draw(st.integers(1, 40)),
         "layer_types": draw(kinds),
         "mlp_layer_types": draw(mlps),
-        "final_logit_softcapping": draw(st.sampled_from([5.0, 30.0])),
+        "final_logit_softcapping": draw(st.sampled_from([None, 5.0, 30.0])),
     }
 
 
@@ -217,6 +218,24 @@ def test_random_configs(
 ) -> None:
     path = random_beam(tmp_path_factory.mktemp("random"), seed=seed, **config)
     ids = token_ids(2, length, 96, seed)
+    theirs = hf_logits(hf_model(path, FP32), ids)
+    assert relative(logits(path, ids, dtype=FP32), theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"final_logit_softcapping": None},
+        {"sliding_window": None, "layer_types": [FULL] * 2, "mlp_layer_types": [DENSE, SPARSE],
+         "num_hidden_layers": 2},
+    ],
+    ids=["no softcap", "no window"],
+)  # fmt: skip
+def test_nulls_are_legal(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = random_beam(tmp_path, **config)
+    (raw := json.loads((path / "config.json").read_text())).update(config)
+    (path / "config.json").write_text(json.dumps(raw))
+    ids = token_ids(2, 50, 96)
     theirs = hf_logits(hf_model(path, FP32), ids)
     assert relative(logits(path, ids, dtype=FP32), theirs) <= TOLERANCE
 

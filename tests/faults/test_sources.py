@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from beamq.beam.config import BeamConfig
 from beamq.errors import (
     AlreadyQuantizedError,
     BeamqError,
@@ -495,6 +496,74 @@ def test_configs_that_do_not_fit_the_tensors(
 ) -> None:
     st.edit_config(nano_copy, **changes)
     with pytest.raises((ConfigError, TensorError), match=says):
+        make_plan(nano_copy)
+
+
+def refusal(raw: dict[str, object]) -> str | None:
+    """What is wrong with a config, if anything."""
+    try:
+        BeamConfig.from_dict(raw)
+    except ConfigError as fault:
+        return str(fault)
+    return None
+
+
+def test_a_config_without_a_key_is_the_same_model_or_refused(beam_nano: Path) -> None:
+    """Engines fill a gap with defaults of their own: transformers takes 8 groups and keeps 4."""
+    from transformers import BeamConfig as TheirConfig
+
+    raw = json.loads((beam_nano / "config.json").read_text())
+    whole = BeamConfig.from_dict(raw)
+    keys = [(raw, key) for key in raw]
+    keys += [(raw["rope_parameters"], key) for key in raw["rope_parameters"]]
+    keys += [(raw["rope_parameters"]["sliding_attention"], key) for key in ("rope_theta",)]
+    refused = set()
+    for holder, key in keys:
+        value = holder.pop(key)
+        if (message := refusal(raw)) is not None:
+            assert f"{key} is " in message
+            refused.add(key)
+        else:
+            theirs = {**TheirConfig(**raw).to_dict(), "dtype": raw.get("dtype")}
+            assert BeamConfig.from_dict(raw) == BeamConfig.from_dict(theirs) == whole, key
+        holder[key] = value
+    fields = set(BeamConfig.__annotations__) & set(raw)
+    assert refused >= fields - {"dtype"} | {"rope_parameters", "full_attention", "rope_theta"}
+
+
+FOREIGN_KEYS: dict[str, tuple[object, object]] = {
+    "attention_bias": (True, False), "hidden_act": ("gelu", "silu"), "mlp_bias": (True, None),
+    "n_shared_experts": (1, 0), "scoring_func": ("softmax", "sigmoid"),
+    "topk_method": ("greedy", "noaux_tc"), "rope_scaling": ({"type": "yarn"}, None),
+    "rope_theta": (1e6, 10000.0), "partial_rotary_factor": (0.5, 1.0), "q_lora_rank": (64, None),
+    "n_routed_experts": (8, 16), "first_k_dense_replace": (1, 3),
+    "use_sliding_window": (False, True),
+    "mlp_only_layers": ([1], []), "attn_logit_softcapping": (50.0, None),
+    "sliding_window": (None, 64), "n_group": (None, 8), "final_logit_softcapping": (0, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", FOREIGN_KEYS)
+def test_a_key_that_would_change_the_forward_pass_is_refused(nano_copy: Path, key: str) -> None:
+    bad, harmless = FOREIGN_KEYS[key]
+    path = nano_copy / "config.json"
+    raw = read_json(path)
+    path.write_text(json.dumps({**raw, key: harmless}))
+    assert not any("not Beam's" in note for note in make_plan(nano_copy).notes)
+    path.write_text(json.dumps({**raw, key: bad}))
+    with pytest.raises(ConfigError, match=f"config.json: {key} is "):
+        make_plan(nano_copy)
+
+
+def test_keys_of_rope_and_keys_that_nobody_knows(nano_copy: Path) -> None:
+    st.edit_config(nano_copy, colour="red")
+    assert any("1 key that is not Beam's" in note and "colour" in note
+               for note in make_plan(nano_copy).notes)  # fmt: skip
+    rope = {"full_attention": None, "sliding_attention": {"rope_theta": 1e4, "factor": 8.0}}
+    st.edit_config(nano_copy, rope_parameters=rope)
+    with pytest.raises(
+        ConfigError, match=r"sliding_attention\.factor is 8.0, expected no such key"
+    ):
         make_plan(nano_copy)
 
 

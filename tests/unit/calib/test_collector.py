@@ -50,6 +50,7 @@ def config() -> BeamConfig:
             "norm_topk_prob": True,
             "final_logit_softcapping": 30.0,
             "tie_word_embeddings": False,
+            "max_position_embeddings": 8192,
             "dtype": "bfloat16",
             "rope_parameters": {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
