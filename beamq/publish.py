@@ -84,10 +84,10 @@ def push(
 
     The repository and the branch `revision` are made if they do not exist; `private` refuses one
     that is public already. `show_progress` lets huggingface_hub draw its bars on stderr.
-    Every byte is first compared with beamq.json, also for a dry run. `checking` is entered around
-    that; it gives what to call with bytes done and bytes in total.
-    Raises `CheckFailed` for a folder that verify refuses and for a listing that differs at the
-    end, `UsageError`, `HubError`, `HubUnreachableError`.
+    Every byte is first compared with beamq.json; `dry_run` then sends nothing. `checking` makes a
+    context around the comparison and yields what to call with bytes done and in total. Raises
+    `CheckFailed` for a folder that verify refuses and for a listing that differs at the end,
+    `UsageError`, `HubError`, `HubUnreachableError`.
     """
     begun = time.monotonic()
     folder = Path(checkpoint).expanduser()

@@ -95,7 +95,7 @@ def _in_thread(step: Callable[[], None], awaited: str) -> None:
         waited = time.monotonic() - begun
         if waited > PATIENCE_SECONDS and thread.is_alive():
             raise EnvironmentFault(
-                f"waited {PATIENCE_SECONDS / 60:.0f} minutes for {awaited}: some did not come;"
+                f"waited {PATIENCE_SECONDS / 60:.0f} minutes for {awaited}: some did not arrive;"
                 " start all of them, with the same address and port"
             )
         if waited > NOTICE_SECONDS and not noticed and thread.is_alive():

@@ -33,7 +33,7 @@ STATE_SUFFIX = ".state"
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationEvents:
-    """Called by a calibration: with its data and needs before work, and after each layer."""
+    """Called by a calibration: `on_start` with its data and needs, `on_layer` after each layer."""
 
     on_start: Callable[[CalibrationSetup], None] = ignore
     on_layer: Callable[[LayerDone], None] = ignore
@@ -115,7 +115,7 @@ def _finished(target: Path, setup: CalibrationSetup) -> CalibrationStats | None:
     odd = _differences(found, setup)
     if odd:
         raise ResumeError(
-            f"{target}: made with {', '.join(odd)}; run as before, or give --overwrite"
+            f"{target}: made with {', '.join(odd)}; use the same options, or --overwrite"
         )
     return found
 

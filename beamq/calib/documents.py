@@ -314,13 +314,13 @@ def hub_rows(name: str, options: Mapping[str, str], *, seed: int) -> Iterator[Ro
         raise
     except Exception as fault:  # network, Hub, config and format errors share no base class
         raise CalibrationError(
-            f"--data {name}: neither a file or folder here nor a dataset that could be read from"
-            f" the Hub: {type(fault).__name__}: {str(fault)[:160]}"
+            f"--data {name}: no such file or folder here, and the dataset of that name could not be"
+            f" read: {type(fault).__name__}: {str(fault)[:160]}"
         ) from fault
 
 
 def _look_up(name: str, revision: str | None) -> None:
-    """Ask the Hub whether there is such a dataset: `datasets` would ask for minutes.
+    """Check quickly that the Hub has the dataset: `datasets` would retry for minutes.
 
     Raises `HubError` (there is none, or it is gated), `HubUnreachableError`.
     """
@@ -406,7 +406,7 @@ class _Unit:
 
 
 def parse_spec(text: str) -> DataSpec:
-    """Read one `--data`. Raises `CalibrationError` for a bad weight or a name of nothing known."""
+    """Read one `--data`. Raises `CalibrationError` for a bad weight or an unknown name."""
     if not text.strip():
         raise CalibrationError("--data is empty; give a file, a folder or a dataset's name")
     if Path(text).expanduser().exists():

@@ -105,8 +105,8 @@ class RunState:
 
     def _other_run(self, odd: Sequence[str]) -> ResumeError:
         return ResumeError(
-            f"{self.folder}: started with {', '.join(odd)}; run it as before, or start again with"
-            " --overwrite"
+            f"{self.folder}: started with {', '.join(odd)}; use the same options, or start again"
+            " with --overwrite"
         )
 
     def check_space(self, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """`beamq doctor`: what this machine offers, what is missing, and what that rules out.
 
-Looks only: nothing is installed, downloaded or written. A machine without GPUs is no fault, and a
-missing package is none as long as nobody asks for what it does.
+It installs, downloads and writes nothing. A machine without GPUs is not a fault, nor is a missing
+package until a command needs it.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _lines(text: str) -> str:
 
 
 def _write(stream: IO[str], text: str) -> None:
-    """Write if the stream still works; if not, the exit code has to do."""
+    """Write if the stream still works; if not, only the exit code reports the result."""
     try:
         stream.write(text)
         stream.flush()

@@ -199,9 +199,9 @@ def _exclusion_blocks(exclusions: Iterable[Exclusion], *, verbose: bool) -> list
     for exclusion in exclusions:
         left, note = describe_units(exclusion.units), ""
         if not left:
-            left, note = "nothing new", "in high precision under this recipe anyway"
+            left, note = "no change", "the recipe keeps these in high precision anyway"
         elif exclusion.widened:
-            note = f"widened from {exclusion.would_quantize} linears: engines take all or none"
+            note = f"widened from {exclusion.would_quantize} linears: engines need all or none"
         rows.append((exclusion.pattern, f"{len(exclusion.matched):,}", left, note))
         names.append(f"{exclusion.pattern} matches {_few(exclusion.matched, verbose=verbose)}")
     head = ("exclude", "modules", "high precision", "note")

@@ -95,5 +95,5 @@ def push_blocks(result: PushResult) -> list[Block]:
     )
     blocks: list[Block] = [Table(rows=rows)]
     if result.withdrawn:
-        blocks += ["", f"Replaced: {', '.join(result.withdrawn)}, deleted before the weights."]
+        blocks += ["", f"Replaced (old ones deleted first): {', '.join(result.withdrawn)}."]
     return blocks

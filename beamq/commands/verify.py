@@ -24,7 +24,7 @@ class VerifyOptions:
     source: str | None = option(None, "The checkpoint's source; every value is compared with it.")
     level: Literal["structure", "tensors", "forward"] = option(
         "tensors",
-        "structure: headers; tensors: every byte; forward: also run it and --source.",
+        "structure: headers; tensors: every byte; forward: also run both models.",
         choices=("structure", "tensors", "forward"),
     )
     quick: bool = option(False, "Read every byte, and compare the checksums only.")
@@ -55,7 +55,7 @@ def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbo
 
 @command()
 def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
-    """Describe a checkpoint: format, share quantized, oddities."""
+    """Describe a checkpoint: format, quantized share, oddities."""
     from beamq.eval.verify.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint)

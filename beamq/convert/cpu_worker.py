@@ -241,7 +241,7 @@ class CpuWorker:
         scale: float = struct.unpack("<f", self._checkpoint.read(name))[0]
         if not 2.0**-126 <= scale <= 2.0**117:
             raise TensorError(
-                f"{member.source.spec.file}: {name} is {scale}, which no weight can have;"
+                f"{member.source.spec.file}: {name} is {scale}, not a valid scale;"
                 " `beamq verify` shows what is damaged"
             )
         return scale

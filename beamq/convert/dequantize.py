@@ -61,9 +61,9 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
     bad = [name for name, digest in recorded.items() if found.get(name) != digest]
     if bad:
         raise CheckpointError(
-            f"{checkpoint.label}: {counted(len(bad), 'tensor is', 'tensors are')} not the bytes"
-            f" that {MANIFEST_NAME} records: {few(bad)}; `beamq verify` tells more, make or fetch"
-            " the checkpoint again"
+            f"{checkpoint.label}: {counted(len(bad), 'tensor does', 'tensors do')} not match the"
+            f" checksums in {MANIFEST_NAME}: {few(bad)}; see `beamq verify`, then make or fetch the"
+            " checkpoint again"
         )
     return len(recorded)
 
@@ -84,7 +84,7 @@ class DequantizeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DequantizeEvents:
-    """Called by `dequantize`: before work, where no checksums are recorded, and with progress."""
+    """Called: `on_plan` before work, `on_unchecked` without checksums, `on_progress` meanwhile."""
 
     on_plan: Callable[[Work], None] = ignore
     on_unchecked: Callable[[], None] = ignore
@@ -229,7 +229,7 @@ def _check_quantized(
     elif spec.dtype == "F8_E4M3":
         wanted = ((n, k), "F32", (n, 1))
     else:
-        raise TensorError(f"{spec.name}: {spec.dtype} beside a weight_scale; not NVFP4 or FP8")
+        raise TensorError(f"{spec.name}: {spec.dtype} with a weight_scale is neither NVFP4 nor FP8")
     found = (spec.shape, scale.dtype, scale.shape)
     if found != wanted:
         raise TensorError(

@@ -27,7 +27,7 @@ from beamq.formats.kernels import RESULT_NBYTES
 
 _BLOCKING_NO_TIMING = 1 | 2  # a waiting thread sleeps
 _MEMORY_TYPE, _ON_HOST = 2, 1
-_REMEDY = "what is finished is kept: run again with --resume, on another --device if it fails again"
+_REMEDY = "finished shards are kept; run again with --resume, on another --device if needed"
 _Address, _Stream = ctypes.c_uint64, ctypes.c_void_p
 _Call = Callable[..., int]
 

@@ -223,7 +223,7 @@ class GpuWorker:
             finite = convert(job, views, memory, out)
         if not finite:
             self._fallback.run(job, shard, held)  # raises `TensorError`, with the place
-            raise DeviceError(f"{job.group}: not finite on the GPU only; --device cpu may help")
+            raise DeviceError(f"{job.group}: NaN or infinity on the GPU only; use --device cpu")
         return out.result
 
     @contextmanager
@@ -262,7 +262,7 @@ class GpuWorker:
             return False
         if found.global_scale != cpu.nvfp4_global_scale(found.amax):
             raise DeviceError(
-                f"{job.group}: the GPU makes a global scale of {found.global_scale} of amax"
+                f"{job.group}: the GPU computed the global scale {found.global_scale} from amax"
                 f" {found.amax}; expected {cpu.nvfp4_global_scale(found.amax)}. Use --device cpu"
             )
         if found.amax == 0.0:

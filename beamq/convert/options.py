@@ -71,9 +71,9 @@ class ConvertOptions:
     """How to quantize. Sizes are in bytes.
 
     NVFP4 needs input scales: from `calibration` (a statistics file), or constant with
-    `no_calibration`; otherwise the run calibrates on the way. `data` to `max_device_memory` say how
-    (see `CalibrationOptions`; None and () were not given), and `statistics` is a file to keep what
-    it saw. `base_model` is the source's id on the Hub, for the model card.
+    `no_calibration`; otherwise the run calibrates too. `data` to `max_device_memory` say how (see
+    `CalibrationOptions`; None and () mean its defaults), and `statistics` is a file to keep what it
+    saw. `base_model` is the source's id on the Hub, for the model card.
     """
 
     recipe: str | Recipe = option("nvfp4", RECIPE)

@@ -4,8 +4,8 @@ In: the folder and the user's options. Out: a `Claim` (the folder made and locke
 
 Refused are: an output that is, contains or lies in the source; a folder that another process writes
 to; one that is not empty without `--overwrite` or `--resume`; one that `--overwrite` would empty
-though it is no checkpoint; one that `--resume` would tidy up though no run of ours began there; a
-disk too small for what the plan will write. A run that is refused leaves no trace.
+though it is no checkpoint; one that `--resume` would change though no run of beamq started there;
+a disk too small for what the plan will write. A run that is refused leaves no trace.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ class Claim:
 def clear(output: Path) -> None:
     """Remove an earlier checkpoint: first what makes it loadable, then its weights.
 
-    An empty state folder is made before that, by which `--resume` and `--overwrite` know the folder
-    is ours if this is cut short.
+    It makes an empty state folder first, so that `--resume` and `--overwrite` still recognise the
+    folder as an output of beamq if this is interrupted.
     """
     with disk_errors(output, "removing the old checkpoint"):
         state = output / STATE_DIR

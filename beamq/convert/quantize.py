@@ -61,9 +61,9 @@ class QuantizeResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertEvents:
-    """Called by `quantize`: with the plan before work, with a sentence on what converts and the
-    memory it takes, by a calibration on the way, and with progress about every 32 MiB or hundredth
-    of the total, whichever is less, from worker threads."""
+    """Called by `quantize`: `on_plan` before work; `on_engine` with a sentence on what converts and
+    the memory it takes; `on_start` and `on_layer` by a calibration in the same run; `on_progress`
+    from worker threads, about every 32 MiB or hundredth of the total, whichever is less."""
 
     on_plan: Callable[[Plan], None] = ignore
     on_engine: Callable[[str], None] = ignore

@@ -79,7 +79,7 @@ def choose_conversion_device(
 
 
 def saved_seconds(work: Work, workers: int) -> float:
-    """What a GPU takes off each of `workers` cores."""
+    """Seconds of work that a GPU saves each of `workers` cores."""
     seconds = 0.0
     for job in work.jobs:
         if job.kind in (JobKind.NVFP4, JobKind.FP8):
@@ -136,8 +136,8 @@ def check_memory(work: Work, budget: int) -> None:
     largest = min(work.largest_group_nbytes, HELD_BYTES)
     if largest > budget:
         raise MemoryBudgetError(
-            f"--max-host-memory {show_bytes(budget)} is less than the largest group of linears"
-            f" that share a scale ({show_bytes(largest)}); allow at least that"
+            f"--max-host-memory {show_bytes(budget)} is too small for the largest group of"
+            f" linears that share a scale; allow at least {show_bytes(largest)}"
         )
 
 

@@ -46,8 +46,8 @@ REPORT_STEPS = 100  # where a hundredth of the total is less
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Reported from time to time during a run: source bytes that this process has done, and has to
-    do. They are done when read, or, in a run that calibrates, when their layer is passed."""
+    """Source bytes that this process has done so far and has to do in all. Bytes count as done when
+    they are read or, in a run that calibrates, when the forward pass has left their layer."""
 
     done_nbytes: int
     total_nbytes: int
@@ -274,7 +274,7 @@ class Conversion:
                 continue
             if list(record.tensors) != [tensor.name for tensor in shard.tensors]:
                 raise ResumeError(
-                    f"{self.output}: the journal's record of {shard.name} is not of this plan;"
+                    f"{self.output}: the journal's record of {shard.name} does not fit this plan;"
                     " start again with --overwrite"
                 )
             final, partial = self.output / shard.name, self.output / f"{shard.name}.partial"
@@ -376,10 +376,10 @@ COMPARE_BYTES = 1 << 22
 
 
 def check_small_tensors(checkpoint: Checkpoint, work: Work) -> None:
-    """Raise `TensorError` for a non-finite value in a small tensor, or for untied tied heads.
+    """Raise `TensorError` for a non-finite value in a small tensor, or a head that should equal the
+    embeddings and does not.
 
-    So a broken norm in the last layer is found in the first second. Large weights are checked as
-    they are converted.
+    So a broken norm in the last layer is found in the first second. Large weights come later.
     """
     small = []
     for job in work.jobs:

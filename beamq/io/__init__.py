@@ -1,1 +1,1 @@
-"""io."""
+"""Bytes: untrusted files, checkpoints in folders and on the Hub, and durable output files."""

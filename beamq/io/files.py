@@ -131,7 +131,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
         shown = ", ".join(name[:60] for name in twice[:3])
-        raise ValueError(f"{counted(len(twice), 'name is', 'names are')} there twice: {shown}")
+        raise ValueError(f"{counted(len(twice), 'name occurs', 'names occur')} twice: {shown}")
     return found
 
 

@@ -412,7 +412,7 @@ def open_repo(asked: HubId) -> HubRepo:
 def _safe(asked: HubId, files: dict[str, int]) -> dict[str, int]:
     for path in files:
         if path.startswith("/") or "\\" in path or ".." in path.split("/"):
-            raise HubError(f"{asked}: lists {path[:80]!r}, which would leave the folder")
+            raise HubError(f"{asked}: lists {path[:80]!r}, a path out of the folder")
     return dict(sorted(files.items()))
 
 

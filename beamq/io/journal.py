@@ -93,7 +93,7 @@ class Journal:
         """Read every rank's records of an earlier run. Raises `ResumeError` if not the same run."""
         self.done = {}
         if self.state.is_symlink():
-            raise ResumeError(f"{self.state}: is a link, not a folder; start again elsewhere")
+            raise ResumeError(f"{self.state}: is a link, not a folder; choose another output")
         for path in sorted(self.state.glob("journal-*.jsonl")):
             self._load_file(path)
 

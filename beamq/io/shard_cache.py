@@ -52,10 +52,10 @@ class EvictionPolicy:
 
     Shards are fetched in the order jobs need them, as far ahead as the budget allows, and deleted
     when no unfinished job needs them. Where that is not enough (a source in which linears of one
-    job lie far apart), the shard whose next use is farthest is deleted and fetched again later,
+    job are far apart), the shard whose next use is farthest is deleted and fetched again later,
     but only when no running job is about to free space.
 
-    Why it cannot stop: all shards of jobs before `_frontier` are here or on their way and are never
+    Why it cannot hang: all shards of jobs before `_frontier` are here or on their way and are never
     deleted while needed, so those jobs finish. Once they have, only the frontier's own shards must
     stay, and the budget holds the shards of any one job (`largest_job`).
     """
@@ -172,8 +172,8 @@ def check_budget(jobs: Sequence[Collection[str]], sizes: Mapping[str, int], budg
     nbytes, count = largest_job(jobs, sizes)
     if nbytes > budget:
         raise DiskError(
-            f"--cache-budget {show_bytes(budget)} is less than the {count} shards that one group of"
-            f" linears needs at once ({show_bytes(nbytes)}); allow at least that"
+            f"--cache-budget {show_bytes(budget)} is too small for the {count} shards that one"
+            f" group of linears needs at once; allow at least {show_bytes(nbytes)}"
         )
 
 
@@ -340,8 +340,8 @@ class LruCache(_ShardFolder):
         size = self._remote.sizes[file]
         if size > self._budget:
             raise DiskError(
-                f"{file} has {show_bytes(size)}, more than the {show_bytes(self._budget)} that"
-                " fetched shards may take; allow at least that"
+                f"the limit for fetched shards, {show_bytes(self._budget)}, is too small for"
+                f" {file}; allow at least {show_bytes(size)}"
             )
         if self._take(file):
             self._bring(file)

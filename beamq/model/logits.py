@@ -61,8 +61,9 @@ def logits(
     """FP32 logits [B, T, V] of a BF16, FP8 or NVFP4 checkpoint, streamed layer by layer.
 
     `input_ids` is [B, T]; `attention_mask` [B, T] marks padding on either side with 0. Positions
-    count from each row's first real token; logits at padding are 0. `dtype` is that of
-    activations and unquantized weights. Memory for weights is two layers, or two slices of a
+    count from each row's first real token; logits at padding are 0. `dtype` is that of activations
+    and unquantized weights, `gemm` a back end (see `model.gemm.select`), `device` where it runs;
+    `observers` see the inputs of linears. Memory for weights is two layers, or two slices of a
     layer's experts if `max_device_memory` (bytes) asks for that. Raises `UsageError` for ids or a
     mask of another form, `DeviceError`, and what reading the checkpoint raises.
     """

@@ -324,7 +324,7 @@ def make_plan(
     """Plan the conversion of a folder, of a repository on the Hub, or of an opened source.
 
     `recipe` is a `Recipe`, a built-in name or the path of a YAML file; `exclude` and `kv_cache`
-    are laid over it. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
+    are added to it. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
     `ConfigError` for the source and `RecipeError` for a recipe that does not fit it.
     `max_shard_bytes` bounds a shard's tensor bytes; a job is never split, so one larger job gets
     a shard of its own.

@@ -116,16 +116,16 @@ class _Lines:
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
-        self._begun = self._told = time.monotonic()
+        self._begun = self._said = time.monotonic()
         self._lock = threading.Lock()
 
     def advance(self, done: int, total: int) -> None:
         """May be called from any thread, as often as there is something to say."""
         with self._lock:
             now = time.monotonic()
-            if now - self._told < LINE_SECONDS or not total:
+            if now - self._said < LINE_SECONDS or not total:
                 return
-            self._told = now
+            self._said = now
             line = (
                 f"{self._doing}: {done / total:.0%} ({show_bytes(done)} of {show_bytes(total)})"
                 f" after {show_seconds(now - self._begun)}"

@@ -347,7 +347,7 @@ def test_another_run_is_refused_by_name(beam_nano: Path, plain: Path, tmp_path: 
         ({"dtype": "float32"}, "--dtype bfloat16, not float32"),
         ({"experts": "all"}, "--experts routed, not all"),
     ):
-        with pytest.raises(ResumeError, match=f": started with {words}; run it as before"):
+        with pytest.raises(ResumeError, match=f": started with {words}; use the same options"):
             calibrate(beam_nano, target, resume=True, **{**SMALL, **change})
     identity = tmp_path / "stats.state" / "identity.json"
     recorded = json.loads(identity.read_text())

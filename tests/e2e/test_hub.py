@@ -171,7 +171,7 @@ def test_scattered_partners_need_their_shards_together(hub: HubServer, tmp_path:
     assert count == 4
     output = tmp_path / "out"
     options = {**OPTIONS, "recipe": "nvfp4-all"}
-    with pytest.raises(DiskError, match=rf"less than the 4 shards .* \({show_bytes(need)}\)"):
+    with pytest.raises(DiskError, match=rf"too small for the 4 shards .* {show_bytes(need)}$"):
         quantize("reflection/apart", output, cache_bytes=need - 1, **options)
     assert not output.exists()
     quantize("reflection/apart", output, cache_bytes=2 * need - 1, **options)

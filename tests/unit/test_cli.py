@@ -492,7 +492,7 @@ def test_exclusions_are_told_before_work(run: Run, beam_nano: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
     assert ran.out == "Dry run: nothing was written.\n"
     said = ran.err
-    assert "nothing new" in said
+    assert "no change" in said
     assert "gate matches model.layers.3.mlp.gate, model.layers.4.mlp.gate, ..." in said
     assert "expert of layer 3" in said
     assert "widened from 3" in said

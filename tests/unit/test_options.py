@@ -51,6 +51,25 @@ def test_editors_and_help_know_the_fields(
     ] == (list(flags))
 
 
+@pytest.mark.parametrize(
+    "name", ["make_plan", "verify", "push", "logits", *(call.__name__ for call, *_ in CALLS)]
+)
+def test_help_describes_every_keyword(name: str) -> None:
+    call = getattr(beamq, name)
+    keywords = [
+        each.name
+        for each in inspect.signature(call).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
+    ]
+    described = inspect.getdoc(call) or ""
+    assert keywords
+    assert [
+        keyword
+        for keyword in keywords
+        if f"`{keyword}`" not in described and f"\n    {keyword}: " not in described
+    ] == []
+
+
 def test_keywords_are_frozen() -> None:
     """Names, types and defaults as in tests/golden/keywords.txt; no call may lose one."""
     lines = []

@@ -66,8 +66,8 @@ class _Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareEvents:
-    """Called by `compare`: when everything is checked, with bytes of weights done and in all, and
-    with the result before it is returned."""
+    """Called by `compare`: `on_start` when everything is checked, `progress` with bytes of weights
+    done and in all, `on_result` with the result before it is returned."""
 
     on_start: Callable[[], None] = ignore
     progress: Callable[[int, int], None] | None = None
@@ -93,12 +93,10 @@ def compare(
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
     See `CompareOptions` and `CompareEvents` for the keywords. A candidate whose bytes are not those
-    in its beamq.json is judged not safe.
-
-    Under torchrun, experts are split over ranks; all return the same, and only the first one calls
-    `on_start` and `on_result`. Raises (there at every rank) `UsageError` for options,
-    `ConfigError` for a candidate that is another model, `CalibrationError` for data, what reading
-    checkpoints and `on_result` raise, and `EnvironmentFault` where another rank is lost.
+    in its beamq.json is judged not safe. Under torchrun, experts are split over ranks; all return
+    or raise the same, and only the first one calls `on_start` and `on_result`. Raises `UsageError`
+    for options, `ConfigError` for a candidate that is another model, `CalibrationError` for data,
+    what reading checkpoints and `on_result` raise, and `EnvironmentFault` for a lost rank.
     """
     asked, events = from_keywords(CompareOptions, keywords), from_keywords(CompareEvents, keywords)
     begun = time.monotonic()

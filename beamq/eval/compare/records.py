@@ -177,7 +177,7 @@ def _close_calls(seen: Divergence, limits: Limits) -> list[str]:
         ("same top token", seen.same_top, limits.bounds.same_top),
     )
     return [
-        f"The {name} is so close to its bound that {seen.tokens:,} tokens do not decide; use"
+        f"The {name} is too close to its bound to be judged from {seen.tokens:,} tokens; use"
         " more --samples."
         for name, found, limit in pairs
         if limit is not None

@@ -233,7 +233,7 @@ States = list[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class SensitivityEvents:
-    """Called by `sensitivity`: when everything is checked, and with layers done and in all."""
+    """Called: `on_start` when all is checked, `progress` with layers done and in all."""
 
     on_start: Callable[[], None] = ignore
     progress: Callable[[int, int], None] | None = None

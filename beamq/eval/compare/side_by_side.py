@@ -135,7 +135,7 @@ SHAPES = (
 )  # fmt: skip
 
 
-def expect_alike(base: BeamConfig, other: BeamConfig, name: str) -> None:
+def expect_same_shapes(base: BeamConfig, other: BeamConfig, name: str) -> None:
     """Raise `ConfigError` unless both configs describe the same shapes."""
     for key in SHAPES:
         if getattr(base, key) != getattr(other, key):
@@ -162,7 +162,7 @@ class ReadChecksums:
     """Compares the tensors that a loader reads with the checksums in a checkpoint's beamq.json.
 
     `tap` is given to the loader, so nothing is read twice. Scalars that the loader looks up by
-    themselves are not seen. `fault` is set where beamq.json names an algorithm that is not here.
+    themselves are not seen. `fault` is set where beamq.json names an unknown algorithm.
     """
 
     def __init__(self, manifest: Manifest | None) -> None:
@@ -275,7 +275,7 @@ def open_loaders(
     """One for each checkpoint. Raises `ConfigError` for a candidate that is another model."""
     configs = [BeamConfig.from_dict(checkpoint.config) for checkpoint in checkpoints]
     for checkpoint, config in zip(checkpoints[1:], configs[1:], strict=True):
-        expect_alike(configs[0], config, checkpoint.name)
+        expect_same_shapes(configs[0], config, checkpoint.name)
     taps = [None, *(each.tap for each in sums)] if sums else [None] * len(checkpoints)
     build = partial(LayerLoader, dtype=options.dtype, device=options.device)
     with ExitStack() as stack:

@@ -55,9 +55,9 @@ _STRUCTURE = {
     "scales.input": ("scalars", "every input_scale and its reciprocal are finite and positive"),
     "scales.input-shared": ("groups", "linears that the engines fuse share one input_scale"),
     "engine.vllm": ("modules", "vLLM builds as quantized exactly what is stored quantized"),
-    "engine.vllm-wide": ("modules", "vLLM does the same with more parallel ranks than KV heads"),
+    "engine.vllm-wide": ("modules", "vLLM builds the same with more parallel ranks than KV heads"),
     "engine.sglang": ("modules", "SGLang builds as quantized exactly what is stored quantized"),
-    "engine.transformers": ("modules", "transformers does the same (it can load FP8 only)"),
+    "engine.transformers": ("modules", "transformers builds the same (it can load FP8 only)"),
 }
 _TENSORS = {
     "checksums.tensors": ("tensors", "the bytes of every tensor match its checksum in beamq.json"),
@@ -83,7 +83,7 @@ _FORWARD = {
     "forward.top": ("figures", "the most likely next token agrees with the source often enough"),
     "forward.router": ("figures", "each layer's router chooses the source's experts often enough"),
     "forward.weights": ("figures", "the error of every decoded linear is within its bound"),
-    "forward.unquantized": ("figures", "norms, routers, embeddings and head do as in the source"),
+    "forward.unquantized": ("figures", "norms, routers, embeddings and head equal the source's"),
 }
 _TABLES: dict[Level, dict[str, tuple[str, str]]]
 _TABLES = {"structure": _STRUCTURE, "tensors": _TENSORS, "source": _SOURCE, "forward": _FORWARD}

@@ -204,7 +204,7 @@ def _check_schema(block: Block, ledger: Ledger) -> None:
 
 
 def _changed(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
-    """Every leaf of `ours` that `theirs` lacks or has otherwise; defaults it adds don't count."""
+    """Every leaf of `ours` whose value differs in `theirs`; defaults it adds don't count."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         return [
             change

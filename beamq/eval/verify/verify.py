@@ -60,15 +60,15 @@ def verify(
 ) -> VerifyReport:
     """Run every check that `level` and `source` allow; `report.ok` says whether none failed.
 
-    Level `quick` compares every byte with its checksum in beamq.json and does nothing else.
+    Level `structure` reads headers, `tensors` every byte, in `workers` threads; `forward` also runs
+    both models; `quick` compares every byte with its checksum in beamq.json and nothing else.
     `sample` linears are decoded a second time by Model-Optimizer or compressed-tensors; 0 omits
-    that. `progress` is called in this thread with bytes done and bytes in total, of this rank.
-    A Beam that is not quantized is checked for its structure, for checksums if it has a beamq.json,
-    and against the quantized folder it was decoded from, if `source` is that folder.
-    Under torchrun all ranks must make the same call (level `structure` is not shared).
-    Raises `CheckpointError` or `ConfigError` when `checkpoint` is not a Beam folder or its
-    conversion has not ended, what `open_checkpoint` and `map_sources` raise for `source`, and
-    `EnvironmentFault` where another rank failed.
+    that. `progress` is called in this thread with this rank's bytes done and in total. A Beam that
+    is not quantized is checked for its structure, for checksums if it has a beamq.json, and against
+    the quantized folder it was decoded from, if `source` is that folder. Under torchrun all ranks
+    must make the same call (level `structure` is not shared). Raises `CheckpointError` or
+    `ConfigError` when `checkpoint` is not a Beam folder or its conversion has not ended, what
+    `open_checkpoint` and `map_sources` raise for `source`, and `EnvironmentFault` for a lost rank.
     """
     if level not in LEVELS:
         raise UsageError(f"level is {level!r}, expected one of {', '.join(LEVELS)}")

@@ -94,7 +94,7 @@ def static_scale(input_scale: torch.Tensor | None) -> torch.Tensor:
     """The scale itself. Raises `TensorError` if it is None."""
     if input_scale is None:
         raise TensorError(
-            "NVFP4 weights have no input_scale, so 4-bit activations have none either;"
+            "NVFP4 weights have no input_scale, so activations cannot be quantized;"
             " calibrate the checkpoint, or use gemm='weights-only'"
         )
     return input_scale

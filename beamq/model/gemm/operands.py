@@ -114,9 +114,8 @@ def fp4_weight(weight: Nvfp4Weight) -> Fp4Operand:
         scales = weight.global_scale.reshape(*lead, -1)
         if not torch.equal(scales.amin(-1), scales.amax(-1)):
             raise TensorError(
-                "linears that are multiplied as one differ in weight_scale_2, of which FP4 tensor"
-                " cores take one; quantize the checkpoint with shared scales, or use"
-                " gemm='reference'"
+                "fused linears differ in weight_scale_2, but FP4 tensor cores take one value for"
+                " all; quantize the checkpoint with shared scales, or use gemm='reference'"
             )
         one_each = scales[..., 0].contiguous().reshape(-1)
         _swizzled[weight.codes] = (swizzle(weight.block_scale), one_each)

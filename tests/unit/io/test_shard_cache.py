@@ -144,7 +144,10 @@ def test_a_fetch_that_failed_can_be_tried_again(tmp_path: Path) -> None:
             pass
     with cache.hold("b"):
         pass
-    with pytest.raises(DiskError, match="more than the"), demand(Source(), tmp_path, 999).hold("a"):
+    with (
+        pytest.raises(DiskError, match="too small for a; allow"),
+        demand(Source(), tmp_path, 999).hold("a"),
+    ):
         pass
 
 

@@ -91,7 +91,7 @@ def test_scattered_partners_cost_traffic_not_a_standstill() -> None:
 
 def test_a_budget_below_one_job_is_refused_with_the_number_needed() -> None:
     sizes = {"a": 3_000_000_000, "b": 4_000_000_000}
-    with pytest.raises(DiskError, match=r"6\.00 GB is less than the 2 shards .* \(7\.00 GB\)"):
+    with pytest.raises(DiskError, match=r"6\.00 GB is too small for the 2 shards .* 7\.00 GB$"):
         EvictionPolicy([{"a"}, {"a", "b"}], sizes, 6_000_000_000)
 
 
