@@ -18,7 +18,14 @@ from beamq.beam.config import BeamConfig
 from beamq.calib.options import CalibrationOptions, TextKeywords
 from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
 from beamq.calib.state import RunState
-from beamq.calib.statistics import CalibrationStats, ExpertsMode, load_stats, merge, save_stats
+from beamq.calib.statistics import (
+    CalibrationStats,
+    ExpertsMode,
+    check_replaceable,
+    load_stats,
+    merge,
+    save_stats,
+)
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.journal import OutputLock, refuse_busy
@@ -72,6 +79,7 @@ def calibrate(
     target = Path(stats).expanduser()
     if target.exists() and not (options.resume or options.overwrite):
         raise _in_the_way(target)
+    check_replaceable(target)
     if ranks.world == 1:  # one of several would meet its own first rank there
         refuse_busy(state_folder(target))
     try:

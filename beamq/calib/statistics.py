@@ -37,6 +37,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -47,7 +48,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from beamq.beam.tensors import Role, classify, fused_group
-from beamq.errors import CalibrationError
+from beamq.errors import BeamqError, CalibrationError, ResumeError
+from beamq.io.safetensors_header import read_header
 from beamq.io.shard_writer import write_file
 
 Floats = NDArray[np.float32]
@@ -273,6 +275,14 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
     "dropped_rows": int,
     "dropped_names": list,
 }
+
+
+def check_replaceable(path: Path) -> None:
+    """Raise `ResumeError` if `path` exists and is not a statistics file that may be replaced."""
+    with suppress(BeamqError):
+        if not path.exists() or METADATA_KEY in read_header(path, path.name)[1]:
+            return
+    raise ResumeError(f"{path}: exists, and is not a statistics file of beamq; choose another name")
 
 
 def save_stats(stats: CalibrationStats, path: Path) -> None:

@@ -54,7 +54,7 @@ def compare(
     from beamq.report.files import check_report_folder, write_cards, write_report
 
     if files.report is not None:
-        check_report_folder(files.report)
+        check_report_folder(files.report, "report")
     page: Path | None = None
 
     def write(found: Comparison) -> None:
@@ -121,7 +121,7 @@ class SensitivityChoice:
                 )
             check_new_file(self.write_recipe, "--write-recipe")
         if self.report is not None:
-            check_report_folder(self.report)
+            check_report_folder(self.report, "sensitivity")
 
 
 @command()

@@ -33,7 +33,12 @@ from beamq.calib.input_scales import input_scales
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
 from beamq.calib.state import RunState
-from beamq.calib.statistics import CalibrationStats, run_digest, save_stats
+from beamq.calib.statistics import (
+    CalibrationStats,
+    check_replaceable,
+    run_digest,
+    save_stats,
+)
 from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider, from_statistics
 from beamq.convert.open_shards import JobResult, JobWriter, OpenShards, f32_bytes
@@ -88,6 +93,8 @@ class OnePass(InputScaleProvider):
         self._output = output
         self._state_folder = output / STATE_DIR / CALIBRATION
         self._statistics = None if options.statistics is None else user_path(options.statistics)
+        if self._statistics is not None and ranks.first:
+            check_replaceable(self._statistics)
         self._on_layer = on_layer
         if ranks.first:
             on_start(self._setup)

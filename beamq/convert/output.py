@@ -2,23 +2,27 @@
 
 In: the folder and the user's options. Out: a `Claim` (the folder made and locked), or an error.
 
-Refused are: an output that is, contains or lies in the source; a folder that another process writes
-to; one that is not empty without `--overwrite` or `--resume`; one that `--overwrite` would empty
-though it is no checkpoint; one that `--resume` would change though no run of beamq started there;
-a disk too small for what the plan will write. A run that is refused leaves no trace.
+Refused are: an output that is, contains or is inside the source; a folder that another process
+writes to; one that is not empty without `--overwrite` or `--resume`; with them, one that beamq did
+not make, that holds weight files which beamq did not write, or that holds the model which the
+source was made from; a disk too small for what the plan will write. A run that is refused leaves no
+trace.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from beamq.errors import DiskError, ResumeError, UsageError, counted
+from beamq.errors import DiskError, InputError, ResumeError, UsageError, counted
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.hub import hub_source
 from beamq.io.journal import CALIBRATION, LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
-from beamq.io.manifest import MANIFEST_NAME
+from beamq.io.manifest import MANIFEST_NAME, Manifest
+from beamq.io.safetensors_header import few
 from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder
 from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
 from beamq.plan.plan import Work
@@ -26,6 +30,7 @@ from beamq.units import show_bytes
 
 OTHER_FILES_NBYTES = 65_536  # configs, card
 OTHER_FILES_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and journal
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def check_places(source: str | Path, output: Path) -> None:
@@ -59,22 +64,53 @@ def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
         content = {path.name for path in output.iterdir()} - {LOCK_NAME}
     if not content:
         return
-    if resume:
-        if not content & {STATE_DIR, MANIFEST_NAME}:
-            raise ResumeError(
-                f"{output}: not empty, and not written by beamq; choose another output"
-            )
-        return
-    if not overwrite:
+    if not (resume or overwrite):
         hint = "give --overwrite to replace a checkpoint, or choose another output"
         if STATE_DIR in content:
             hint = "--resume continues it, --overwrite starts again"
         found = counted(len(content), "entry", "entries")
         raise ResumeError(f"{output}: not empty ({found}); {hint}")
-    if not content & {STATE_DIR, MANIFEST_NAME, "config.json", INDEX_NAME}:
+    if not content & {STATE_DIR, MANIFEST_NAME}:
         raise ResumeError(
-            f"{output}: not empty and not a checkpoint; --overwrite will not delete it"
+            f"{output}: not empty, and beamq did not make it, so"
+            f" {'--resume' if resume else '--overwrite'} will not delete anything in it; choose"
+            " another output, or delete the folder yourself"
         )
+    if strange := _strange_weights(output):
+        raise ResumeError(
+            f"{output}: holds weight files that beamq did not write ({few(strange)}) and would have"
+            " to delete; move them away, or choose another output"
+        )
+
+
+def _strange_weights(output: Path) -> list[str]:
+    """Weight files of a folder of ours that no run can have written: after a whole run those that
+    beamq.json does not list, after one that was cut short those without the name of a shard."""
+    listed = None
+    if not (output / STATE_DIR).exists():
+        listed = {shard.name for shard in Manifest.read(output / MANIFEST_NAME, ResumeError).listed}
+    found = []
+    for path in output.iterdir():
+        name = path.name.removesuffix(PARTIAL)
+        if name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and name != INDEX_NAME:
+            ours = _SHARD.fullmatch(name) if listed is None else path.name in listed
+            if not ours:
+                found.append(path.name)
+    return sorted(found)
+
+
+def refuse_origin(checkpoint: Checkpoint, output: Path) -> None:
+    """Raise `UsageError` if `output` holds the model that `checkpoint` was made from, which
+    `--overwrite` would delete."""
+    manifest = Manifest.of(checkpoint.source)
+    if manifest is None or not (output / "config.json").is_file():
+        return
+    with suppress(InputError), open_checkpoint(output) as old:
+        if old.fingerprint() == manifest.digests.get("source"):
+            raise UsageError(
+                f"{output}: is the source that {checkpoint.label} was made from; --overwrite does"
+                " not delete it; choose another output"
+            )
 
 
 class Claim:

@@ -78,6 +78,8 @@ def open_run(
         checkpoint = stack.enter_context(
             open_checkpoint(source, cache_bytes=budget, cache_folder=place)
         )
+        if options.overwrite:
+            output_folder.refuse_origin(checkpoint, output)
         work = make(checkpoint)
     check_cache(work, budget)
     return checkpoint, work

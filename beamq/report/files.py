@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import DiskError, counted
+from beamq.errors import DiskError, UsageError, counted
 from beamq.eval.compare.records import CAVEAT, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
-from beamq.io.files import user_path
+from beamq.io.files import read_small, user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
 from beamq.report import charts, tables
 from beamq.report.model_card import card_with_comparison
@@ -28,6 +28,7 @@ from beamq.report.tables import Table, markdown, page
 from beamq.units import show_bytes, show_seconds
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
+MAX_REPORT_BYTES = 1 << 30
 SHOWN_LAYERS = 10
 CURVE_POINTS = 12
 DAMAGE_NOTE = (
@@ -52,9 +53,13 @@ PARTS_NOTE = (
 # --- places and pages ---------------------------------------------------------------------------
 
 
-def check_report_folder(folder: str | Path) -> None:
-    """Raise `DiskError` if a report could not be written there. Makes nothing."""
+def check_report_folder(folder: str | Path, stem: str) -> None:
+    """Raise `DiskError` if a report could not be written there, `UsageError` if one of its files
+    (`report.json`, ...) exists and beamq did not write it. Makes nothing."""
     target = user_path(folder)
+    for path in (target / f"{stem}{suffix}" for suffix in (".json", ".md", ".html")):
+        if path.is_file() and b"beamq" not in read_small(path, UsageError, MAX_REPORT_BYTES):
+            raise UsageError(f"{path}: exists, and beamq did not write it; choose another --report")
     place = target.absolute()
     while not place.exists():
         place = place.parent
@@ -62,10 +67,13 @@ def check_report_folder(folder: str | Path) -> None:
 
 
 def check_new_file(file: str | Path, option: str) -> None:
-    """Raise `DiskError` if the file of `option` could not be written; its folder must exist."""
+    """Raise `DiskError` if the file of `option` could not be written, `UsageError` if it exists;
+    its folder must exist."""
     target = user_path(file)
     if target.is_dir():
         raise DiskError(f"{target}: is a folder; choose another {option}")
+    if target.exists():
+        raise UsageError(f"{target}: exists; choose another {option}, or delete it first")
     _check_place(target, target.parent, option)
 
 

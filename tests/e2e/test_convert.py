@@ -298,7 +298,7 @@ def test_places_that_overlap_and_full_outputs_are_refused(
     stranger = tmp_path / "letters"
     stranger.mkdir()
     (stranger / "letter.txt").write_text("dear")
-    with pytest.raises(ResumeError, match="will not delete"):
+    with pytest.raises(ResumeError, match="will not delete anything"):
         convert(beam_nano, stranger, overwrite=True)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ResumeError, match="not a folder"):

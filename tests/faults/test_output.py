@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from beamq import dequantize
 from beamq.errors import DiskError, ResumeError
 from beamq.io.safetensors_header import read_header
 from beamq.io.shard_writer import disk_errors
@@ -134,11 +135,74 @@ def test_half_a_surrogate_pair_in_a_config_is_written_again(
 def test_overwrite_leaves_no_weights_of_before(beam_nano: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     convert(beam_nano, output, "fp8", max_shard_bytes=300_000)
-    for name in ("pytorch_model.bin", "x.gguf", "consolidated.pth", "a.partial", "b.index.json"):
-        (output / name).write_text("old")
+    (output / "README.md.partial").write_text("old")
     convert(beam_nano, output, "nvfp4", overwrite=True)
     convert(beam_nano, tmp_path / "fresh", "nvfp4")
     assert digests(output) == digests(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "x.gguf", "consolidated.pth", "b.index.json", "y.safetensors.partial",
+     "model-00001-of-00099.safetensors"],
+)  # fmt: skip
+@pytest.mark.parametrize("option", ["overwrite", "resume"])
+def test_weights_that_beamq_did_not_write_are_not_deleted(
+    beam_nano: Path, tmp_path: Path, name: str, option: str
+) -> None:
+    output = convert(beam_nano, tmp_path / "out", "fp8", max_shard_bytes=300_000).output
+    (output / name).write_text("weeks of work")
+    before = digests(output)
+    with pytest.raises(ResumeError, match=f"beamq did not write.*{name}"):
+        convert(beam_nano, output, "nvfp4", **{option: True})
+    assert digests(output) == before
+
+
+def test_the_original_is_never_overwritten(run: Run, beam_nano: Path, tmp_path: Path) -> None:
+    """By a run that reads what was made from it: without beamq.json, and where beamq made it."""
+    original = Path(shutil.copytree(beam_nano, tmp_path / "original"))
+    made = convert(original, tmp_path / "made", "fp8").output
+    plain = tmp_path / "plain"
+    dequantize(made, plain)
+    again = convert(plain, tmp_path / "again", "fp8").output
+    for source, folder, words in (
+        (made, original, "beamq did not make it"),
+        (again, plain, "is the source that"),
+    ):
+        before = digests(folder)
+        code, _, err = run("dequantize", source, folder, "--overwrite", "-q")
+        assert (code, words in " ".join(err.split())) in ((2, True), (3, True)), err
+        assert digests(folder) == before
+
+
+WRITERS: dict[str, tuple[str, list[str]]] = {
+    "calibrate": ("stats.safetensors", ["calibrate", "S", "FILE", "--overwrite"]),
+    "quantize --statistics": ("s.safetensors", ["quantize", "S", "OUT", "--statistics", "FILE"]),
+    "sensitivity --write-recipe": (
+        "r.yaml", ["sensitivity", "S", "Q", "--exclude-worst", "1", "--write-recipe", "FILE"]
+    ),
+    "sensitivity --report": ("sensitivity.md", ["sensitivity", "S", "Q", "--report", "FOLDER"]),
+    "compare --report": ("report.html", ["compare", "S", "Q", "--report", "FOLDER"]),
+    "calibrate --merge": ("m.safetensors", ["calibrate", "--merge", "T", "T", "--output", "FILE"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "command"), WRITERS.values(), ids=WRITERS.keys())
+def test_no_command_replaces_a_file_of_the_users(
+    run: Run, beam_nano: Path, tmp_path: Path, name: str, command: list[str]
+) -> None:
+    """Each file that a command can be told to write: refused before long work, and unchanged."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / name).write_text("weeks of work")
+    places = {"S": beam_nano, "OUT": tmp_path / "out", "FOLDER": folder, "FILE": folder / name}
+    if "Q" in command:
+        places["Q"] = convert(beam_nano, tmp_path / "q", "fp8").output
+    code, _, err = run(*(places.get(word, word) for word in command))
+    assert code in (2, 3, 4), err
+    assert "exists" in err
+    assert (folder / name).read_text() == "weeks of work"
+    assert [path.name for path in folder.iterdir()] == [name]
 
 
 STRANGERS: dict[str, Callable[[Path], object]] = {
