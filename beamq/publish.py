@@ -119,7 +119,7 @@ def push(
 def _require_structure(folder: Path) -> None:
     """Raise `CheckFailed` for a folder that beamq did not make, or that fails level `structure`."""
     report = verify(folder, level="structure")
-    if report.check("manifest.present").status == "skip":
+    if report.check("manifest.present").status in ("skip", "warn"):
         raise CheckFailed(
             f"{folder}: cannot be published: it has no {MANIFEST_NAME}, so beamq did not make it;"
             " `hf upload` publishes any folder"

@@ -96,7 +96,7 @@ def inspect_blocks(found: Inspection) -> list[Block]:
 
 
 def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
-    """Checks as a table (those skipped only if `verbose`), errors by part, one line of verdict."""
+    """Checks as a table (those skipped only if `verbose`), errors by part, lines of verdict."""
     from beamq.report.tables import Table
 
     checks = [
@@ -121,13 +121,17 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
         blocks += [Table(title=title, head=head, align="lr", rows=errors), ""]
     if report.plain:
         blocks.append(_plain(report))
+    loads = {True: "yes", False: "no", None: "no loader for this format"}
+    if report.level != "quick":
+        answers = ", ".join(f"{engine} {loads[answer]}" for engine, answer in report.loads.items())
+        blocks.append(f"Loads, by each engine's rules: {answers}.")
     blocks.append(_verdict(report))
     return blocks
 
 
 def _found(check: CheckResult) -> str:
     others = check.where[1:]
-    if check.status != "fail" or not others:
+    if check.status not in ("fail", "warn") or not others:
         return check.detail
     more = ", ..." if check.count > len(check.where) else ""
     return f"{check.detail}; also {', '.join(others)}{more}"
@@ -144,8 +148,12 @@ def _plain(report: VerifyReport) -> str:
 def _verdict(report: VerifyReport) -> str:
     by_status = [check.status for check in report.checks]
     passed, skipped = by_status.count("pass"), by_status.count("skip")
+    warnings = by_status.count("warn")
+    said = f", {counted(warnings, 'warning')}" if warnings else ""
     read = f"{show_bytes(report.bytes_read)} read in {show_seconds(report.seconds)}"
     if report.ok:
-        return f"ok: {passed} checks passed, {skipped} skipped; {read}"
+        return f"ok: {passed} checks passed{said}, {skipped} skipped; {read}"
     names = ", ".join(check.name for check in report.failures)
-    return f"FAILED: {len(report.failures)} of {passed + len(report.failures)} checks: {names}"
+    count = len(report.failures)
+    total = passed + warnings + count
+    return f"FAILED: {count} of {total} checks{said}, {skipped} not checked: {names}"

@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
+from beamq.cli import app
 from beamq.convert.quantize import quantize
 from beamq.errors import (
     AlreadyQuantizedError,
     CheckpointError,
-    ConfigError,
     TensorError,
     UsageError,
 )
@@ -329,8 +329,17 @@ def swap_in_header(folder: Path) -> None:
 ENGINES = ("engine.vllm", "engine.vllm-wide", "engine.sglang")
 
 # fmt: off
-case("nvfp4", "cut shard", cut, "files.readable", "tensors.present", "tensors.experts",
-     "manifest.present", signed=False)
+case("nvfp4", "cut shard", cut, "files.readable", signed=False)
+case("nvfp4", "shard missing", lambda f: shards(f)[1].unlink(), "files.readable", signed=False)
+case("nvfp4", "config of another model", config(lambda d: d.update(model_type="llama")),
+     "config.model", where="model_type")
+case("nvfp4", "config without a key", config(lambda d: d.pop("topk_group")), "config.model",
+     where="topk_group is missing")
+case("fp8", "config that is no JSON", lambda f: (f / "config.json").write_text("{"),
+     "config.model", signed=False)
+case("fp8", "no config", delete("config.json"), "config.model", where="not found", signed=False)
+case("nvfp4", "another architecture", config(lambda d: d.update(architectures=["Llama"])),
+     "config.model", where="Llama")
 case("nvfp4", "index lacks a tensor", index(lambda d: d["weight_map"].pop(NORM)), "files.index",
      where=NORM, signed=False)
 case("nvfp4", "index names another shard", index(lambda d: d["weight_map"].update(
@@ -444,9 +453,9 @@ case("fp8", "head not ignored", block(lambda d: d["ignore"].remove("lm_head")),
 case("nvfp4-all", "router not listed", unlisted("model.layers.5.mlp.gate"), "config.ignore",
      where="model.layers.5.mlp.gate")
 case("nvfp4", "flipped bit in a code", lambda f: flip(f, f"{EXPERT}.up_proj.weight", 99),
-     "checksums.tensors", where=f"{EXPERT}.up_proj.weight", signed=False)
+     "checksums.tensors", "checksums.shards", where=f"{EXPERT}.up_proj.weight", signed=False)
 case("nvfp4", "flipped bit in a norm", lambda f: flip(f, NORM, 3), "checksums.tensors",
-     where=NORM, signed=False)
+     "checksums.shards", where=NORM, signed=False)
 case("fp8", "swapped tensors", swap_in_header, "checksums.tensors", "checksums.shards",
      signed=False)
 case("nvfp4", "changed header", manifest(lambda d: d["shards"][1].update(digest="0" * 32)),
@@ -594,8 +603,9 @@ def test_a_shard_of_another_run_is_noticed(
     folder = shutil.copytree(made("fp8"), tmp_path / "a")
     shard = find(folder, f"{EXPERT}.up_proj.weight").file
     shutil.copy(tmp_path / "b" / shard, folder / shard)
-    assert failed(verify(folder, sample=0)) == {"checksums.tensors"}
-    assert failed(verify(folder, source=nano_copy, sample=0)) == {"checksums.tensors"}
+    sums = {"checksums.tensors", "checksums.shards"}
+    assert failed(verify(folder, sample=0)) == failed(verify(folder, level="quick")) == sums
+    assert failed(verify(folder, source=nano_copy, sample=0)) == sums
     assert "source.bound" in failed(verify(folder, source=beam_nano, sample=0))
 
 
@@ -668,6 +678,84 @@ def test_packed_and_single_experts_are_the_same_source(
     assert verify(made("fp8"), source=nano_copy, sample=0).ok
 
 
+@pytest.mark.parametrize("level", ["structure", "quick", "tensors"])
+def test_a_cut_shard_is_one_finding(
+    level: Any, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Not one for each of its tensors; and beamq.json, which lists it, is not at fault."""
+    folder = Path(shutil.copytree(made("nvfp4"), tmp_path / "damaged"))
+    cut(folder)
+    report = verify(folder, level=level)
+    assert failed(report) == {"files.readable"}
+    (check,) = report.failures
+    assert "download it again" in check.detail
+    assert check.where == (shards(folder)[-1].name,)
+    assert "see files.readable" in report.check("checksums.tensors").detail
+    assert set(report.loads.values()) == ({None} if level == "quick" else {False})
+
+
+@pytest.mark.parametrize("level", ["quick", "tensors"])
+def test_a_broken_config_leaves_the_checksums(
+    level: Any, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made("fp8"), tmp_path / "damaged"))
+    (folder / "config.json").write_text('{"model_type": "beam", "num_hidden_layers": 0}')
+    report = verify(folder, level=level)
+    assert failed(report) == {"config.model", "checksums.files"}
+    assert report.check("checksums.files").where == ("config.json",)
+    assert report.check("checksums.tensors").status == "pass"
+    if level == "tensors":
+        assert "see config.model" in report.check("engine.vllm").detail
+
+
+def strangers(folder: Path) -> Path:
+    """An FP8 folder as llm-compressor's model_free_ptq leaves it."""
+    for name in ("beamq.json", "README.md"):
+        (folder / name).unlink()
+    block(lambda d: d.update(transform_config={}, sparsity_config={}, version="0.17.0"))(folder)
+    for shard in shards(folder):
+        raw = shard.read_bytes()
+        shard.write_bytes(raw.replace(b'"format":"pt"', b'"from":"them"', 1))
+    retype(f"{EXPERT}.up_proj.weight_scale", "BF16")(folder)
+    return folder
+
+
+def test_a_strangers_folder_is_held_to_what_engines_need(
+    made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = strangers(Path(shutil.copytree(made("fp8"), tmp_path / "theirs")))
+    report = verify(folder)
+    assert report.ok, report.failures
+    warned = {check.name for check in report.checks if check.status == "warn"}
+    assert warned == {
+        "files.metadata", "files.total-size", "manifest.present", "tensors.dtype"
+    }  # fmt: skip
+    assert report.to_dict()["loads"] == {"vLLM": True, "SGLang": True, "transformers": True}
+    with pytest.raises(SystemExit) as left:
+        app(["verify", str(folder)], prog_name="beamq")
+    assert left.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Loads, by each engine's rules: vLLM yes, SGLang yes, transformers yes." in said
+    assert "checks passed, 4 warnings," in said
+    assert "manifest.present" in failed(verify(folder, level="quick")), "nothing to compare with"
+    assert verify(made("nvfp4")).loads == {"vLLM": True, "SGLang": True, "transformers": None}
+
+
+def test_a_strangers_folder_that_one_engine_refuses(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = strangers(Path(shutil.copytree(made("fp8"), tmp_path / "theirs")))
+    block(lambda d: d["config_groups"]["group_0"].update(
+        targets=[r"re:.*self_attn\..*proj$", r"re:.*mlp\..*proj$", "Linear"]))(folder)
+    block(lambda d: d.update(ignore=["lm_head"]))(folder)
+    assert verify(folder, level="structure").ok
+    block(lambda d: d["config_groups"]["group_0"].update(targets=[r"re:.*\.mlp\..*_proj$"]))(folder)
+    report = verify(folder, level="structure")
+    assert {name for name in failed(report) if name != "engine.vllm-wide"} == {
+        "engine.vllm", "engine.sglang", "engine.transformers"}  # fmt: skip
+    assert not any(report.loads.values())
+
+
 def test_what_cannot_be_asked_is_an_error(
     made: Callable[[str], Path], nano_copy: Path, beam_nano: Path, tmp_path: Path
 ) -> None:
@@ -680,8 +768,9 @@ def test_what_cannot_be_asked_is_an_error(
     drop(NORM)(nano_copy)
     with pytest.raises(TensorError, match="is missing"):
         verify(made("fp8"), source=nano_copy)
-    edit_json(nano_copy / "config.json", lambda data: data.update(model_type="llama"))
-    with pytest.raises(ConfigError, match="model_type"):
+    for path in nano_copy.iterdir():
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json and no weights"):
         verify(nano_copy)
 
 

@@ -224,7 +224,8 @@ def test_the_cases_are_what_they_are_called(one: Callable[[str], dict[str, Any]]
         found = one(f"{fmt} damaged")["report"]
         counts = {each["name"]: each["count"] for each in found["checks"] if each["count"]}
         assert counts == {
-            "tensors.present": 1, "tensors.experts": 1, "checksums.tensors": 12, scales: 1,
+            "tensors.present": 1, "tensors.experts": 1, "checksums.tensors": 12,
+            "checksums.shards": {"nvfp4": 3, "fp8": 4}[fmt], scales: 1,
             "source.router": 1, "source.bound": 11,
         }  # fmt: skip
         assert sum(error["linears"] for error in one(fmt)["report"]["errors"]) >= 240

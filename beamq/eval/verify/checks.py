@@ -1,8 +1,11 @@
 """The named checks of `verify`, their results, and the ledger that collects findings.
 
-`CHECKS` is the complete list. A check ends as `pass`, `fail` or `skip`. A pass says how many things
-were examined, because a check that examined nothing has not passed; a skip gives the reason. How
-a check is carried out is not known here.
+`CHECKS` is the complete list. A check ends as `pass`, `warn`, `fail` or `skip`. A pass says how
+many things were examined, because a check that examined nothing has not passed; a skip gives the
+reason. How a check is carried out is not known here.
+
+A folder that another tool made is held to what the engines need. What beamq would only do better
+(`HABITS`, and faults recorded as `soft`) is a warning there, and a fault in beamq's own output.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from beamq.errors import printable
 
-Status = Literal["pass", "fail", "skip"]
+Status = Literal["pass", "warn", "fail", "skip"]
 Level = Literal["structure", "tensors", "source", "forward"]
 
 NVFP4 = "nvfp4"
@@ -37,6 +40,7 @@ _STRUCTURE = {
     "files.unlisted": ("weight files", "the index names every weight file; none is partial"),
     "files.metadata": ("headers", 'the header of every shard says {"format": "pt"}'),
     "manifest.present": ("tensors", "beamq.json lists these shards and tensors with checksums"),
+    "config.model": ("configs", "config.json describes a Beam, and no key asks for anything else"),
     "config.declared": ("formats", "the config declares one format, and all engines load it"),
     "config.fields": ("files", "every field of the config has the value that the engines require"),
     "config.ignore": ("modules", "the ignore list names every linear kept in high precision"),
@@ -90,12 +94,23 @@ _TABLES = {"structure": _STRUCTURE, "tensors": _TENSORS, "source": _SOURCE, "for
 CHECKS = {
     name: Check(level, *rest) for level, table in _TABLES.items() for name, rest in table.items()
 }
+HABITS = (
+    "files.total-size", "files.shard-names", "files.unlisted", "files.metadata", "manifest.present",
+    "config.agreement", "config.ignore", "config.dtype", "tensors.router", "scales.input-shared",
+)  # fmt: skip
+"""Checks on which no engine's loading depends."""
+# What must hold for any engine to load a folder; `engine.*` says the rest for each of them.
+_LOADING = (
+    "files.readable", "files.index", "config.model", "tensors.known", "tensors.present",
+    "tensors.shape", "tensors.dtype", "tensors.experts", "tensors.head",
+)  # fmt: skip
+ENGINES = {"vLLM": "engine.vllm", "SGLang": "engine.sglang", "transformers": "engine.transformers"}
 # What has no meaning where nothing is quantized.
 NEEDS_QUANTIZED = tuple(
     name
     for name in CHECKS
     if name.startswith(("config.", "scales.", "engine.", "values.", "source.bound"))
-    and name not in ("config.dtype", "values.finite")
+    and name not in ("config.model", "config.dtype", "values.finite")
 )
 
 
@@ -139,8 +154,25 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
+        """Whether no check failed. Warnings are not failures."""
         return not self.failures
+
+    @property
+    def loads(self) -> dict[str, bool | None]:
+        """Whether each engine loads the folder, by its rules for names, shapes and dtypes.
+
+        None: it has no loader for the format, or that was not looked at.
+        """
+        if self.level == "quick":
+            return dict.fromkeys(ENGINES)
+        sound = all(self.check(name).status != "fail" for name in _LOADING)
+        states = {engine: self.check(name).status for engine, name in ENGINES.items()}
+        return {
+            engine: sound and status != "fail"
+            if status != "skip" or self.plain or not sound
+            else None
+            for engine, status in states.items()
+        }
 
     @property
     def plain(self) -> bool:
@@ -158,7 +190,7 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `--json`."""
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, "loads": self.loads, **asdict(self)}
 
 
 @dataclass(slots=True)
@@ -170,14 +202,28 @@ class CheckState:
     measured: str = ""
     skipped: str | None = None
     faults: int = 0
+    warnings: int = 0  # forgotten at the first fault
     where: list[str] = field(default_factory=list)
     detail: str = ""
 
+    def add(self, where: str, detail: str, *, soft: bool) -> None:
+        """One more fault or, if `soft`, warning. The first one's `detail` is shown."""
+        if soft and self.faults:
+            return
+        if not soft and self.warnings:
+            self.warnings, self.where, self.detail = 0, [], ""
+        self.warnings += soft
+        self.faults += not soft
+        if len(self.where) < SHOWN:
+            self.where.append(printable(where))
+        self.detail = self.detail or printable(f"{where}: {detail}")
+
     def result(self, name: str, level: str, *, with_source: bool) -> CheckResult:
         """How the check ends. A fault outweighs a skip, and a skip outweighs a pass."""
-        if self.faults:
-            more = f" (and {self.faults - 1} more)" if self.faults > 1 else ""
-            return CheckResult(name, "fail", self.detail + more, tuple(self.where), self.faults)
+        if count := self.faults or self.warnings:
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            status: Status = "fail" if self.faults else "warn"
+            return CheckResult(name, status, self.detail + more, tuple(self.where), count)
         if self.examined and self.skipped is None:
             return CheckResult(name, "pass", self.measured or f"{self.unit}: {self.examined:,}")
         reason = self.skipped or _left_out(CHECKS[name].level, level, with_source)
@@ -198,10 +244,14 @@ def _left_out(needs: Level, level: str, with_source: bool) -> str:
 
 
 class Ledger:
-    """Collects findings: `states` has one for each check. Not thread safe: one thread writes."""
+    """Collects findings: `states` has one for each check. Not thread safe: one thread writes.
+
+    `strangers`: beamq did not make the folder, so that soft faults are warnings.
+    """
 
     def __init__(self) -> None:
         self.states = {name: CheckState(unit=check.unit) for name, check in CHECKS.items()}
+        self.strangers = False
 
     def examined(self, name: str, count: int = 1, unit: str | None = None) -> None:
         """`count` more things were examined; they pass unless a fault follows."""
@@ -215,23 +265,27 @@ class Ledger:
         state.examined += 1
         state.measured = text
 
-    def fault(self, name: str, where: str, detail: str) -> None:
-        """One more fault. The first one's `detail` is shown; the first few places are named."""
-        state = self.states[name]
-        state.faults += 1
-        if len(state.where) < SHOWN:
-            state.where.append(printable(where))
-        state.detail = state.detail or printable(f"{where}: {detail}")
+    def fault(self, name: str, where: str, detail: str, *, soft: bool = False) -> None:
+        """One more fault; a `soft` one keeps no engine from loading the folder."""
+        soft = self.strangers and (soft or name in HABITS)
+        self.states[name].add(where, detail, soft=soft)
 
-    def expect(self, name: str, where: str, found: object, wanted: object) -> None:
+    def expect(
+        self, name: str, where: str, found: object, wanted: object, *, soft: bool = False
+    ) -> None:
         """A fault unless a value that was found is the one that was wanted."""
         if found != wanted:
-            self.fault(name, where, f"is {found!r}, expected {wanted!r}")
+            self.fault(name, where, f"is {found!r}, expected {wanted!r}", soft=soft)
 
     def skip(self, reason: str, *names: str) -> None:
         """These checks do not apply, or cannot be done. The first reason stays."""
         for name in names:
             self.states[name].skipped = self.states[name].skipped or reason
+
+    def skip_rest(self, reason: str, *, but: str = "-") -> None:
+        """Skip what has not been examined so far, but for checks whose name begins with `but`."""
+        left = (name for name, state in self.states.items() if not state.examined)
+        self.skip(reason, *(name for name in left if not name.startswith(but)))
 
     def failed(self, *names: str) -> bool:
         """Whether any of these checks has a fault."""

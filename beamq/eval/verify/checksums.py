@@ -137,26 +137,25 @@ def check_files(root: Path, manifest: Manifest, ledger: Ledger) -> None:
 
 
 def check_shards(
-    folder: Folder, manifest: Manifest, ledger: Ledger, found: Mapping[str, str] | None = None
+    folder: Folder, manifest: Manifest, ledger: Ledger, found: Mapping[str, str]
 ) -> None:
-    """Each shard's checksum, made from its header and the checksums of its tensors.
+    """Each shard's checksum, made from its header and the checksums of its tensors that were found.
 
-    The tensors' are those `found`, else those listed: then the check covers names, shapes and
-    offsets only. A shard that is not listed is a finding of `manifest.present`.
+    A shard that is not listed is a finding of `manifest.present`.
     """
     listed = manifest.shards or {}
     for shard, specs in folder.shards.items():
         if shard not in listed:
             continue
         ledger.examined("checksums.shards")
-        sums = listed[shard].tensors if found is None else found
         with (folder.root / shard).open("rb") as stream:
             lead = stream.read(8)  # the header's length
             header = lead + stream.read(int.from_bytes(lead, "little"))
-        digests = [sums.get(spec.name, "") for spec in specs]
+        digests = [found.get(spec.name, "") for spec in specs]
         if shard_digest(header, digests, manifest.algorithm) != listed[shard].digest:
-            reason = "its header or its tensors are not those that were written"
-            ledger.fault("checksums.shards", shard, reason)
+            same = all(found.get(name) == digest for name, digest in listed[shard].tensors.items())
+            what = "header is not the one that was" if same else "tensors are not those that were"
+            ledger.fault("checksums.shards", shard, f"its {what} written; copy or convert it again")
 
 
 def check_sums(

@@ -3,7 +3,7 @@
 In: a folder. Out: a `Folder` with everything that could be read, an `Inventory` that gives every
 stored tensor its place in the model, and findings under `files.*`, `manifest.present`, `tensors.*`
 and `scales.*`. No weight is read. Faults are findings, so that all of them are named; only a
-missing folder, or a config.json that is not Beam's, is an exception.
+folder in which there is nothing to check is an exception.
 
 A linear counts as quantized if a scale belongs to it or its weight has the dtype of codes. It must
 then have exactly the tensors of its format (plan/layout.py), and otherwise exactly one BF16 weight.
@@ -16,7 +16,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from beamq.beam.tensors import (
     fused_group,
     packed_shape,
 )
-from beamq.errors import CheckpointError
+from beamq.errors import CheckpointError, ConfigError, shown_value
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
-from beamq.io.checkpoint import Checkpoint
-from beamq.io.files import read_json_object
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
+from beamq.io.files import read_json_object, read_small
 from beamq.io.manifest import MANIFEST_FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import (
@@ -50,6 +50,7 @@ from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import is_quantized, packed_part
 
 HF_QUANT_NAME = "hf_quant_config.json"
+ARCHITECTURE = "BeamForCausalLM"
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|ckpt|h5|msgpack|partial)")
 SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
 SMALLEST_NORMAL = 2.0**-126
@@ -61,19 +62,28 @@ _FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by form
 class Folder:
     """What could be read. `shards` maps a file to its tensors in file order.
 
+    `config` is None where config.json describes no Beam. `broken` are shards that cannot be read.
     `plain` means that neither a config nor a tensor says that anything is quantized.
     """
 
     root: Path
+    files: LocalFiles
     raw_config: dict[str, Any]
-    config: BeamConfig
+    config: BeamConfig | None
     hf_quant_config: dict[str, Any] | None
     manifest: Manifest | None
     index: dict[str, Any] | None
     shards: dict[str, tuple[TensorSpec, ...]] = field(repr=False)
     tensors: dict[str, TensorSpec] = field(repr=False)
     metadata: dict[str, dict[str, str]] = field(repr=False)
+    broken: frozenset[str]
     plain: bool
+
+    @property
+    def beam(self) -> BeamConfig:
+        """The config, for checks that are made only where there is one."""
+        assert self.config is not None
+        return self.config
 
     @property
     def block(self) -> dict[str, Any] | None:
@@ -89,12 +99,13 @@ class Folder:
 
 
 def read_folder(root: Path, ledger: Ledger) -> Folder:
-    """Read a folder and record its faults. Raises `CheckpointError` or `ConfigError`."""
+    """Read a folder and record its faults. Raises `CheckpointError` where there is nothing."""
     files = LocalFiles(root)
-    raw_config = read_config(root)
-    config = BeamConfig.from_dict(raw_config)
+    ledger.strangers = not _made_by_beamq(files)
+    raw_config, config = _read_config(files, ledger)
     index = optional_json(root / INDEX_NAME, "files.index", ledger, MAX_INDEX_BYTES)
-    shards, metadata = read_shards(files, index, ledger)
+    named = named_files(files, index, ledger)
+    shards, metadata = read_shards(files, named, ledger)
     ledger.examined("files.readable", len(shards))
     tensors: dict[str, TensorSpec] = {}
     for spec in (spec for specs in shards.values() for spec in specs):
@@ -107,6 +118,7 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
     made = optional_json(root / MANIFEST_NAME, "manifest.present", ledger, MAX_MANIFEST_BYTES)
     folder = Folder(
         root=root,
+        files=files,
         raw_config=raw_config,
         config=config,
         hf_quant_config=hf,
@@ -115,12 +127,42 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
         shards=shards,
         tensors=tensors,
         metadata=metadata,
+        broken=frozenset(named) - shards.keys(),
         plain=not declared and bool(tensors) and not any(map(is_quantized, tensors.values())),
     )
     _check_index(folder, ledger)
     _check_names(folder, ledger)
     _check_manifest(folder, ledger)
     return folder
+
+
+def _made_by_beamq(files: LocalFiles) -> bool:
+    """Whether beamq.json, or the card where that is lost, says so."""
+    if files.has(MANIFEST_NAME):
+        return True
+    try:
+        return b"beamq" in read_small(files.path("README.md"), CheckpointError, 1 << 20)
+    except CheckpointError:
+        return False
+
+
+def _read_config(files: LocalFiles, ledger: Ledger) -> tuple[dict[str, Any], BeamConfig | None]:
+    """config.json, and what it describes, if that is a Beam."""
+    raw: dict[str, Any] = {}
+    if not files.has("config.json") and not any(map(WEIGHTS.fullmatch, files.names())):
+        raise CheckpointError(f"{files.name}: no config.json and no weights; not a checkpoint")
+    try:
+        raw = read_config(files.folder())
+        config = BeamConfig.from_dict(raw)
+    except ConfigError as fault:
+        reason = str(fault).removeprefix(f"{files.path('config.json')}: ")
+        ledger.fault("config.model", "config.json", reason.removeprefix("config.json: "))
+        return raw, None
+    ledger.examined("config.model")
+    if (named := raw.get("architectures", [ARCHITECTURE])) != [ARCHITECTURE]:
+        reason = f"architectures is {shown_value(named)}, expected [{ARCHITECTURE!r}]"
+        ledger.fault("config.model", "config.json", f"{reason}: engines build what it names")
+    return raw, config
 
 
 def optional_json(
@@ -137,12 +179,11 @@ def optional_json(
 
 
 def read_shards(
-    files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger
+    files: SourceFiles, named: Sequence[str], ledger: Ledger
 ) -> tuple[dict[str, tuple[TensorSpec, ...]], dict[str, dict[str, str]]]:
     """(tensors in file order, metadata) of every shard whose header can be read."""
     shards: dict[str, tuple[TensorSpec, ...]] = {}
     metadata: dict[str, dict[str, str]] = {}
-    named = _named_files(files, index, ledger)
     files.expect_headers([file for file in named if files.has(file)])
     for file in named:
         try:
@@ -154,17 +195,18 @@ def read_shards(
     return shards, metadata
 
 
-def _named_files(files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger) -> list[str]:
+def named_files(files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger) -> list[str]:
     """The shards the index names; without an index, the single file or all that are present."""
     weight_map = (index or {}).get("weight_map")
-    if not isinstance(weight_map, dict):
+    if not isinstance(weight_map, dict) or not weight_map:
         if index is not None:
-            ledger.fault("files.index", INDEX_NAME, "has no weight_map")
+            ledger.fault("files.index", INDEX_NAME, "has no weight_map; restore the file")
         found = [name for name in files.names() if name.endswith(".safetensors")]
         if not found:
             ledger.fault("files.readable", files.label, f"no {SINGLE_NAME} and no {INDEX_NAME}")
         elif found != [SINGLE_NAME] and index is None:
-            ledger.fault("files.index", INDEX_NAME, f"missing, but there are {len(found)} shards")
+            reason = f"is missing, but there are {len(found)} shards; restore it"
+            ledger.fault("files.index", INDEX_NAME, reason)
         return found
     named = sorted({file for file in weight_map.values() if isinstance(file, str)})
     for file in named:
@@ -225,14 +267,21 @@ def _check_names(folder: Folder, ledger: Ledger) -> None:
 
 
 def _check_manifest(folder: Folder, ledger: Ledger) -> None:
-    """beamq.json must list these shards, sizes and tensors, each with a checksum."""
+    """beamq.json must list these shards, sizes and tensors, each with a checksum.
+
+    A shard that cannot be read is a finding of `files.readable` alone.
+    """
     check, manifest = "manifest.present", folder.manifest
-    if manifest is None and folder.plain:
+    if manifest is None and ledger.strangers and folder.plain:
         ledger.skip("not quantized, and no beamq.json: not made by beamq", check)
         return
     if manifest is None:
-        reason = "is missing: the conversion did not end, or the file was lost; convert again"
-        ledger.fault(check, MANIFEST_NAME, reason)
+        if not ledger.failed(check):  # else the file is there, and its fault is recorded
+            reason = "is missing, so nothing can be compared with checksums"
+            remedy = "beamq did not make this folder, or the file was lost"
+            if not ledger.strangers:
+                remedy = "README.md says that beamq made this folder; copy the file from there"
+            ledger.fault(check, MANIFEST_NAME, f"{reason}: {remedy}")
         return
     ledger.examined(check, len(folder.tensors))
     listed = manifest.shards
@@ -242,7 +291,7 @@ def _check_manifest(folder: Folder, ledger: Ledger) -> None:
             reason = f"format is {manifest.format!r}, expected {MANIFEST_FORMAT}"
         ledger.fault(check, MANIFEST_NAME, reason)
         return
-    for shard in sorted(set(listed).symmetric_difference(folder.shards)):
+    for shard in sorted(set(listed).symmetric_difference(folder.shards) - folder.broken):
         where = "in beamq.json, but not in the folder" if shard in listed else "not in beamq.json"
         ledger.fault(check, shard, f"is {where}")
     for shard, specs in folder.shards.items():
@@ -328,7 +377,7 @@ class Sorter:
         packed = self._packed_experts() if self._folder.plain else frozenset()
         for check in ("tensors.known", "tensors.shape", "tensors.dtype"):
             ledger.examined(check, len(self._left))
-        for role, shape in expected_tensors(self._folder.config):
+        for role, shape in expected_tensors(self._folder.beam):
             ledger.examined("tensors.present")
             if role.role is Role.EXPERT and (role.layer, packed_part(role)) in packed:
                 continue
@@ -349,7 +398,7 @@ class Sorter:
 
     def _packed_experts(self) -> frozenset[tuple[int | None, str]]:
         """(layer, part) of experts stored in packed tensors, which only an unquantized Beam may."""
-        config = self._folder.config
+        config = self._folder.beam
         found = set()
         for spec in [spec for spec in self._left.values() if ".mlp.experts." in spec.name]:
             role = classify(spec.name)
@@ -387,7 +436,9 @@ class Sorter:
 
     def _check_form(self, spec: TensorSpec, shape: tuple[int, ...], dtype: str) -> None:
         self._ledger.expect("tensors.shape", spec.name, list(spec.shape), list(shape))
-        self._ledger.expect("tensors.dtype", spec.name, spec.dtype, dtype)
+        # Engines cast floats, but FP32 scalars are read as they are.
+        soft = bool(shape) and {spec.dtype, dtype} <= set(FLOAT_SOURCES)
+        self._ledger.expect("tensors.dtype", spec.name, spec.dtype, dtype, soft=soft)
 
     def _check_kept_dtype(self, role: TensorRole, spec: TensorSpec) -> None:
         """A tensor that is never quantized has its role's float type."""
@@ -399,7 +450,8 @@ class Sorter:
             self._ledger.examined("tensors.head")
             if spec.dtype in CODE_DTYPES:
                 check = "tensors.head"
-        self._ledger.expect(check, spec.name, spec.dtype, dtype)
+        soft = spec.dtype in FLOAT_SOURCES
+        self._ledger.expect(check, spec.name, spec.dtype, dtype, soft=soft)
 
 
 def _unknown(spec: TensorSpec, ledger: Ledger) -> None:

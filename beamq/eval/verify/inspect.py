@@ -20,7 +20,7 @@ from beamq.beam.tensors import FP32_ROLES, Role, expected_tensors, is_scale, rol
 from beamq.errors import ConfigError, counted
 from beamq.eval.compare.footprint import stored_format
 from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.folder import HF_QUANT_NAME, optional_json, read_shards
+from beamq.eval.verify.folder import HF_QUANT_NAME, named_files, optional_json, read_shards
 from beamq.io.checkpoint import open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
@@ -103,7 +103,7 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     index = optional(INDEX_NAME, "files.index", MAX_INDEX_BYTES)
     hf = optional(HF_QUANT_NAME, "config.agreement", MAX_CONFIG_BYTES)
     data = optional(MANIFEST_NAME, "manifest.present", MAX_MANIFEST_BYTES)
-    shards, _ = read_shards(files, index, ledger)
+    shards, _ = read_shards(files, named_files(files, index, ledger), ledger)
     tensors = {spec.name: spec for specs in shards.values() for spec in specs}
     notes: list[str] = []
     try:

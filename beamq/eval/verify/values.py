@@ -78,10 +78,11 @@ class Sums:
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """What one item showed; ranks exchange it. `faults` are (check, where, detail); `examined`
-    counts per check."""
+    counts per check, and `digests` are checksums by tensor."""
 
     faults: list[tuple[str, str, str]] = field(default_factory=list)
     examined: Counter[str] = field(default_factory=Counter)
+    digests: dict[str, str] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)
     nbytes: int = 0
     out_of_bound: int = 0
@@ -136,13 +137,16 @@ def is_sound(linear: Linear) -> bool:
 
 def read_all(
     examiner: Examiner, items: Sequence[Item], readers: Readers, ledger: Ledger
-) -> tuple[int, list[RoleError]]:
-    """Examine all items. Returns bytes read, by all ranks together, and the error by role."""
+) -> tuple[int, list[RoleError], dict[str, str]]:
+    """Examine all items. Returns bytes read, by all ranks together, the error by role, and the
+    checksums by tensor."""
     nbytes = 0
+    digests: dict[str, str] = {}
     compared: dict[str, list[tuple[str, Sums]]] = {}
     outcomes = readers.read(items, [item.nbytes for item in items], examiner.examine)
     for item, outcome in zip(items, outcomes, strict=True):
         nbytes += outcome.nbytes
+        digests |= outcome.digests
         for name, count in outcome.examined.items():
             ledger.examined(name, count)
         for name, where, detail in outcome.faults:
@@ -155,7 +159,8 @@ def read_all(
         ledger.skip("no NVFP4 linears", "values.block-scales")
     if FP8 not in formats:
         ledger.skip("no FP8 linears", "values.row-scales", "values.codes")
-    return nbytes, [_role_error(role, linears) for role, linears in sorted(compared.items())]
+    errors = [_role_error(role, linears) for role, linears in sorted(compared.items())]
+    return nbytes, errors, digests
 
 
 def _role_error(role: str, linears: Sequence[tuple[str, Sums]]) -> RoleError:
@@ -292,6 +297,7 @@ class Examiner:
         self._checkpoint = checkpoint
         self._source = source
         self._manifest = manifest
+        self.checksums = checksums
         self._checksums = {} if checksums is None else checksums.tensors
         self._algorithm = "" if checksums is None else checksums.algorithm
         self._buffers = threading.local()
@@ -338,7 +344,8 @@ class Examiner:
         if checksum is not None:
             check = "checksums.tensors"
             outcome.examined[check] += 1
-            if checksum.hexdigest() != listed:
+            outcome.digests[spec.name] = checksum.hexdigest()
+            if outcome.digests[spec.name] != listed:
                 outcome.fault(check, spec.name, NOT_WRITTEN)
 
     def _whole(self, spec: TensorSpec, outcome: Outcome, slot: str) -> memoryview:

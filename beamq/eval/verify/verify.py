@@ -10,8 +10,9 @@ in the same way, so all end with the same report; only the second opinion is the
 
 The folder is judged as if a stranger had made it. Only beamq.json is used, for checksums and for
 the rule by which codes were made. Broken files, tensors and configs are failed checks, never
-exceptions. An exception means that the question makes no sense: no such folder, no Beam, or a
-source that is broken or quantized itself.
+exceptions. An exception means that the question makes no sense: nothing to check, or a source that
+is broken or quantized itself. Where a shard or the config cannot be read, that is the one finding:
+the checks that need it are skipped, and whatever bytes can be read are compared with checksums.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from beamq.errors import BeamqError, UsageError
+from beamq.errors import UsageError
 from beamq.eval.verify.against_source import DecodedCheckpoint, trace_decoded, trace_source
 from beamq.eval.verify.checks import CHECKS, Ledger, RoleError, VerifyReport
 from beamq.eval.verify.checksums import Readers, check_shards, check_sums, usable_manifest
@@ -66,8 +67,8 @@ def verify(
     that. `progress` is called in this thread with this rank's bytes done and in total. A Beam that
     is not quantized is checked for its structure, for checksums if it has a beamq.json, and against
     the quantized folder it was decoded from, if `source` is that folder. Under torchrun all ranks
-    must make the same call (level `structure` is not shared). Raises `CheckpointError` or
-    `ConfigError` when `checkpoint` is not a Beam folder or its conversion has not ended, what
+    must make the same call (level `structure` is not shared). Raises `CheckpointError` when
+    `checkpoint` has neither config nor weights or its conversion has not ended, what
     `open_checkpoint` and `map_sources` raise for `source`, and `EnvironmentFault` for a lost rank.
     """
     if level not in LEVELS:
@@ -123,12 +124,20 @@ class _Pass:
     def full(self, sample: int) -> None:
         """Every level but `quick`."""
         with self.readers.ranks.agreeing():
-            folder, examiner = self._read_headers()
+            folder = self._read_folder()
+        if folder.config is None or folder.broken or not folder.shards:
+            self._checksums(folder)
+            return
+        with self.readers.ranks.agreeing():
+            examiner = self._read_headers(folder)
         places = ((item.spec.file, item.spec.offset, item.nbytes) for item in self.items)
         self.readers.agree(examiner is not None, places)
         if self.opened is None or examiner is None:
             return
-        self.nbytes, self.errors = read_all(examiner, self.items, self.readers, self.ledger)
+        read = read_all(examiner, self.items, self.readers, self.ledger)
+        self.nbytes, self.errors, digests = read
+        if examiner.checksums is not None:
+            check_shards(folder, examiner.checksums, self.ledger, digests)
         self._ask_second_opinion(self.opened, sample)
         if self.level == "forward" and self.origin is not None:
             from beamq.eval.verify.forward import check_forward  # torch
@@ -136,10 +145,9 @@ class _Pass:
             progress = self.readers.progress
             check_forward(self.opened, self.origin, folder.manifest, self.ledger, progress)
 
-    def _read_headers(self) -> tuple[Folder, Examiner | None]:
+    def _read_headers(self, folder: Folder) -> Examiner | None:
         """All that headers, scalars and small files show. No examiner: no tensors are read."""
         ledger = self.ledger
-        folder = self._read_folder()
         if self.level == "forward" and folder.plain:
             raise UsageError(
                 f"{self.name} is not quantized, so level forward has no bounds to check it by;"
@@ -167,30 +175,43 @@ class _Pass:
                 ranges = trace_source(folder, inventory, origin, ledger)
         self.opened = self._open(folder)
         if self.opened is None:
-            return folder, None
+            return None
         check_scalars(self.opened, inventory, ledger)
-        if manifest is not None:
-            check_shards(folder, manifest, ledger)
         if not every_byte:
-            return folder, None
+            return None
         self.items = plan_items(inventory, ranges)
-        return folder, Examiner(self.opened, values, folder.manifest, manifest)
+        return Examiner(self.opened, values, folder.manifest, manifest)
 
     def quick(self) -> None:
         """Checksums alone."""
         with self.readers.ranks.agreeing():
             folder = self._read_folder()
-            if folder.manifest is None and folder.plain:
+            if self.ledger.strangers:
+                self.ledger.strangers = False
                 reason = "is missing, so there is nothing to compare with"
                 self.ledger.fault("manifest.present", MANIFEST_NAME, reason)
-            manifest = usable_manifest(folder, self.ledger)
-            opened = self._open(folder)
+        self._checksums(folder)
+        self.format = str((folder.block or {}).get("quant_algo", "not looked at"))[:40]
+
+    def _checksums(self, folder: Folder) -> None:
+        """All that can be said without a config. Where shards are missing, that is enough."""
+        ledger, every_byte = self.ledger, self.level != "structure"
+        whole = bool(folder.shards) and not folder.broken
+        with self.readers.ranks.agreeing():
+            manifest = usable_manifest(folder, ledger) if every_byte else None
+            opened = self._open(folder) if every_byte and whole else None
+        if not whole:
+            ledger.skip_rest(
+                "not checked, because shards are missing or broken; see files.readable"
+            )
+        elif self.level != "quick" and folder.config is None:
+            reason = "not checked, because it needs the config; see config.model"
+            ledger.skip_rest(reason, but="checksums.")
         specs = () if opened is None else opened.tensors.values()
         readable = opened is not None and manifest is not None
         self.readers.agree(readable, ((spec.file, spec.offset, spec.nbytes) for spec in specs))
         if opened is not None and manifest is not None:
-            self.nbytes = check_sums(opened, folder, manifest, self.ledger, self.readers)
-        self.format = str((folder.block or {}).get("quant_algo", "not looked at"))[:40]
+            self.nbytes = check_sums(opened, folder, manifest, ledger, self.readers)
 
     def _read_folder(self) -> Folder:
         root = user_path(self.name)
@@ -200,17 +221,22 @@ class _Pass:
         return folder
 
     def _open(self, folder: Folder) -> Checkpoint | None:
-        """The folder opened for reading data, or None if its files do not allow it."""
-        try:
-            return self.stack.enter_context(open_checkpoint(folder.root))
-        except BeamqError as fault:
-            if not self.ledger.failed("files.readable", "files.index"):
-                self.ledger.fault("files.readable", folder.root.name, str(fault))
+        """The folder for reading data, or None if index and shards disagree."""
+        if self.ledger.failed("files.index"):
             for name, check in CHECKS.items():
                 reads = check.level != "structure" or name.startswith("scales.")
                 if reads and name != "checksums.files":
-                    self.ledger.skip("the files cannot be read as a whole; see files.*", name)
+                    self.ledger.skip("the files cannot be read as a whole; see files.index", name)
             return None
+        self.stack.callback(folder.files.close)
+        return Checkpoint(
+            config=folder.raw_config,
+            tensors=folder.tensors,
+            files=tuple(folder.shards),
+            metadata=folder.metadata,
+            has_index=folder.index is not None,
+            source=folder.files,
+        )
 
     def _ask_second_opinion(self, opened: Checkpoint, sample: int) -> None:
         """The first rank asks for all, because importing the libraries takes seconds."""
