@@ -30,6 +30,7 @@ from beamq.io.hub import has_token, hub_call, no_token, parse_hub_id
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_writer import PARTIAL
 from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
+from beamq.options import takes
 from beamq.version import __version__
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class PushResult:
         return sum(file.nbytes for file in self.files)
 
 
+@takes()
 def push(
     checkpoint: str | Path,
     repo: str,

@@ -23,13 +23,25 @@ def parse_size(text: str, option: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     if found is None or (found[3] and not found[2]):
         raise UsageError(f"{option} {text!r}: not a size; write for example 5GB, 500MB or 4GiB")
-    base = 1024 if found[3] else 1000
-    from fractions import Fraction  # late, as above all `--help` has no use for it
-
-    nbytes = int(Fraction(found[1]) * base ** _POWERS[found[2].lower()])
+    nbytes = _multiplied(found[1], 1024 if found[3] else 1000, found[2])
     if nbytes < 1:
         raise UsageError(f"{option} {text!r}: expected at least one byte")
     return nbytes
+
+
+def parse_tokens(text: str, option: str) -> int:
+    """Tokens of `8192`, `131,072`, `128k` (131,072) or `1M` (1,048,576), as models' contexts are
+    named. Raises `UsageError` naming `option`."""
+    found = _SIZE.fullmatch(text.strip().replace(",", ""))
+    if found is None or text.strip()[-1:] in "bB":
+        raise UsageError(f"{option} {text!r}: not a number of tokens; write for example 8192 or 8k")
+    return _multiplied(found[1], 1024, found[2])
+
+
+def _multiplied(number: str, base: int, power: str) -> int:
+    from fractions import Fraction  # late, as above all `--help` has no use for it
+
+    return int(Fraction(number) * base ** _POWERS[power.lower()])
 
 
 def show_bytes(nbytes: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
 from beamq.beam.config import BeamConfig
 from beamq.calib.options import CalibrationOptions, TextKeywords
@@ -20,7 +20,6 @@ from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
 from beamq.calib.state import RunState
 from beamq.calib.statistics import (
     CalibrationStats,
-    ExpertsMode,
     check_replaceable,
     load_stats,
     merge,
@@ -34,6 +33,9 @@ from beamq.options import from_keywords, ignore, takes
 from beamq.plan.sources import map_sources
 from beamq.ranks import current_ranks
 from beamq.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    import torch
 
 STATE_SUFFIX = ".state"
 
@@ -50,11 +52,11 @@ class CalibrationKeywords(TextKeywords, total=False):
     """Keywords of `calibrate`."""
 
     seed: int
-    experts: ExpertsMode
-    dtype: str
+    experts: Literal["routed", "all"]
+    dtype: str | torch.dtype
     gemm: str
-    max_device_memory: int | None
-    cache_bytes: int
+    max_device_memory: int | str | None
+    cache_bytes: int | str
     resume: bool
     overwrite: bool
     on_start: Callable[[CalibrationSetup], None]
@@ -199,6 +201,7 @@ def run_pass(
             ) from None
 
 
+@takes()
 def merge_statistics(paths: Sequence[str | Path], target: str | Path) -> CalibrationStats:
     """Merge statistics files of one model on different data into `target`.
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+from beamq.devices import check_device_name
 from beamq.errors import UsageError
 from beamq.options import Flag, option
 
 if TYPE_CHECKING:
-    from beamq.calib.statistics import ExpertsMode
+    import torch
 
 EXPERTS = ("routed", "all")
 DTYPES = ("bfloat16", "float32")
@@ -32,8 +34,11 @@ DATA = Flag(
     metavar="D",
     shown="Python's standard library",
     many=True,
+    also="str | Path | Sequence[Path]",
 )
-SAMPLES = Flag("Number of rows of tokens.", type=int, at_least=1, shown="256; 128 on a CPU")
+SAMPLES = Flag(
+    "Number of rows of tokens.", type=int, at_least=1, at_most=10**9, shown="256; 128 on a CPU"
+)
 SEQUENCE_LENGTH = Flag("Tokens in a row.", type=int, at_least=1, shown="2048; 512 on a CPU")
 SEED = Flag("Seed for the order of the data.", type=int, shown="0")
 EXPERTS_MODE = Flag(
@@ -41,8 +46,26 @@ EXPERTS_MODE = Flag(
     choices=EXPERTS,
     shown="routed",
 )
-DTYPE = Flag("Data type of activations.", choices=DTYPES, shown="bfloat16")
-DEVICE = Flag("auto (a GPU where it helps), cpu, cuda or cuda:N.")
+DTYPE = Flag("Data type of activations.", choices=DTYPES, shown="bfloat16", also="torch.dtype")
+DEVICE = Flag(
+    "auto (a GPU where it helps), cpu, cuda or cuda:N.",
+    also="torch.device",
+    check=check_device_name,
+)
+
+
+def check_gemm(name: str) -> None:
+    """Raise `UsageError` for a back end that does not exist."""
+    from beamq.model.gemm.select import select_gemm  # torch
+
+    select_gemm(name)
+
+
+GEMM = Flag("GEMM back end, as auto or reference.", library=True, check=check_gemm)
+WORKERS = Flag("Number of threads.", type=int, at_least=1, at_most=1024, shown="usable cores")
+CACHE_SIZE = Flag(
+    "Disk limit for source shards, where the source is on the Hub.", size=True, library=True
+)
 DEVICE_MEMORY = Flag(
     "Memory limit of the forward pass, such as 20GB.",
     metavar="SIZE",
@@ -55,7 +78,7 @@ OVERWRITE = Flag("Replace existing output.")
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """How to calibrate. Raises `UsageError` when made with values that make no sense.
+    """How to calibrate.
 
     `data` are `--data` specs (none: the default text). `experts` "all" shows every expert every
     token, for statistics only. `dtype` is that of activations; `device` "auto" is the GPU where
@@ -68,24 +91,14 @@ class CalibrationOptions:
     samples: int | None = option(None, SAMPLES)
     sequence_length: int | None = option(None, SEQUENCE_LENGTH)
     seed: int = option(0, SEED)
-    experts: ExpertsMode = option("routed", EXPERTS_MODE)
+    experts: Literal["routed", "all"] = option("routed", EXPERTS_MODE)
     dtype: str = option("bfloat16", DTYPE)
     device: str = option("auto", DEVICE)
-    gemm: str = "auto"
+    gemm: str = option("auto", GEMM)
     max_device_memory: int | None = option(None, DEVICE_MEMORY)
-    cache_bytes: int = 100_000_000_000
+    cache_bytes: int = option(100_000_000_000, CACHE_SIZE)
     resume: bool = option(False, RESUME)
     overwrite: bool = option(False, OVERWRITE)
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "sequence_length", "max_device_memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageError(f"{name.replace('_', ' ')} is {value}, expected at least 1")
-        if self.experts not in EXPERTS:
-            raise UsageError(f"experts is {self.experts!r}, expected routed or all")
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype is {self.dtype!r}, expected {' or '.join(DTYPES)}")
 
     def size(self, device_type: str, config: Mapping[str, Any]) -> tuple[int, int]:
         """(samples, sequence length) on a device, for a model's config.json."""
@@ -112,7 +125,7 @@ class CalibrationOptions:
 class TextKeywords(TypedDict, total=False):
     """Keywords of every call that runs text through a model."""
 
-    data: Sequence[str]
+    data: Sequence[str] | str | Path | Sequence[Path]
     samples: int | None
     sequence_length: int | None
-    device: str
+    device: str | torch.device

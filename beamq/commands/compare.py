@@ -88,15 +88,16 @@ class SensitivityChoice:
 
     exclude_worst: int | None = option(
         None, "Keep in high precision the N parts that lose most.", metavar="N", type=int,
-        after="seed",
+        at_least=1, after="seed",
     )  # fmt: skip
     max_kl: float | None = option(
         None, "Keep the fewest parts that bring the KL down to X nats.", metavar="X", type=float,
-        after="seed",
+        at_least=0, after="seed",
     )  # fmt: skip
     target_bits: float | None = option(
-        None, "Keep as many parts as fit B bits a weight.", metavar="B", type=float, after="seed"
-    )
+        None, "Keep as many parts as fit B bits a weight.", metavar="B", type=float,
+        at_least=0, after="seed",
+    )  # fmt: skip
     write_recipe: Path | None = option(
         None, "Write the chosen parts as a recipe.", metavar="FILE", type=Path, after="seed"
     )

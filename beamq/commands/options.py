@@ -21,7 +21,6 @@ from typer.models import ArgumentInfo
 
 from beamq.commands import outcome
 from beamq.options import FLAG, Flag, from_keywords
-from beamq.units import parse_size
 
 if TYPE_CHECKING:
     from beamq.report.console import Screen
@@ -86,7 +85,10 @@ def command(*, quiet: bool = True) -> Callable[[Callable[..., int | None]], Call
 def _ordered(classes: Iterable[type]) -> Iterator[Field[Any]]:
     """The fields with a flag in the order of help."""
     found: list[Field[Any]] = [
-        each for cls in classes for each in fields(cls) if FLAG in each.metadata
+        each
+        for cls in classes
+        for each in fields(cls)
+        if FLAG in each.metadata and not each.metadata[FLAG].library
     ]
     for each in found:
         if each.metadata[FLAG].after is None:
@@ -102,6 +104,8 @@ def _option(name: str, default: Any, flag: Flag) -> inspect.Parameter:
         kind = functional("Choice", {choice: choice for choice in flag.choices})
     if flag.size:
         kind, default = str, default and f"{default / 1e9:g}GB"
+    if flag.tokens:
+        kind = str
     if flag.many:
         kind = list[str]
     if flag.shown is not None or flag.many:
@@ -110,7 +114,7 @@ def _option(name: str, default: Any, flag: Flag) -> inspect.Parameter:
         *filter(None, (_spelling(name, flag), flag.short)),
         help=flag.help,
         metavar=flag.metavar,
-        min=flag.at_least,
+        min=None if flag.tokens else flag.at_least,
         show_default=True if flag.shown is None else flag.shown,
     )
     return _parameter(name, Annotated[kind if default is not None else kind | None, found], default)
@@ -126,17 +130,8 @@ def _spelling(name: str, flag: Flag) -> str:
 
 
 def _read(cls: type[T], given: Mapping[str, Any]) -> T:
-    """The options among what typer read. Raises `UsageError` for a size that is none."""
-    values = {}
-    for each in fields(cls):  # type: ignore[arg-type]
-        flag, value = each.metadata.get(FLAG), given.get(each.name)
-        if flag is None or value is None:
-            continue
-        if flag.size:
-            value = parse_size(value, _spelling(each.name, flag))
-        elif flag.choices:
-            value = value.value
-        elif flag.many:
-            value = tuple(value)
-        values[each.name] = value
-    return from_keywords(cls, values)
+    """The options among what typer read. Raises `UsageError` for what a field cannot hold."""
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        found[name] = value.value if isinstance(value, Enum) else value
+    return from_keywords(cls, found, _spelling)

@@ -14,11 +14,12 @@ from beamq.calib import options as calib
 from beamq.options import Flag, option
 from beamq.plan.recipe import BUILT_IN, Recipe
 
-RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r")
+RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r", also="Path")
 EXCLUDE = Flag(
     "Modules to keep in high precision: part of a name, a glob, or re:REGEX. May be repeated.",
     metavar="PATTERN",
     many=True,
+    also="str",
 )
 KV_CACHE = Flag("KV cache scheme to declare.", choices=("none", "fp8"), shown="the recipe's")
 SHARD_SIZE = Flag(
@@ -31,7 +32,7 @@ CACHE_BUDGET = Flag(
     metavar="SIZE",
     size=True,
 )
-WORKERS = Flag("Number of threads.", type=int, at_least=1, shown="usable cores")
+WORKERS = calib.WORKERS
 SHARD_BYTES, MEMORY_BYTES, CACHE_BYTES = 5_000_000_000, 1_500_000_000, 100_000_000_000
 
 
@@ -44,7 +45,11 @@ class PlanOptions:
     kv_cache: str | None = option(None, KV_CACHE)
     gpu: str | None = option(None, "Show one machine in full, such as h200:8.", metavar="NAME[:N]")
     context: int | None = option(
-        None, "Length of a sequence in tokens.", type=int, at_least=1, shown="131072 or the model's"
+        None,
+        "Length of a sequence in tokens, such as 128k.",
+        metavar="N",
+        tokens=True,
+        shown="131072 or the model's",
     )
     output: Path | None = option(
         None, "Where the output would be written.", type=Path, shown="this folder"
@@ -121,8 +126,8 @@ class ConvertOptions:
 class RunKeywords(TypedDict, total=False):
     """Keywords of both calls."""
 
-    max_shard_bytes: int
-    cache_bytes: int
+    max_shard_bytes: int | str
+    cache_bytes: int | str
     workers: int | None
     resume: bool
     overwrite: bool

@@ -28,7 +28,6 @@ from beamq.convert.resources import (
     worker_sentence,
 )
 from beamq.convert.run import Conversion, Progress, open_run
-from beamq.devices import check_device_name
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.options import from_keywords, ignore, takes
@@ -38,6 +37,8 @@ from beamq.ranks import Ranks, current_ranks
 from beamq.report.model_card import check_base_model
 
 if TYPE_CHECKING:
+    import torch
+
     from beamq.calib.run import CalibrationSetup, LayerDone
     from beamq.calib.statistics import CalibrationStats
 
@@ -76,18 +77,18 @@ class QuantizeKeywords(RunKeywords, TextKeywords, total=False):
     """Keywords of `quantize`."""
 
     on_progress: Callable[[Progress], None] | None
-    recipe: str | Recipe
+    recipe: str | Recipe | Path
     calibration: str | Path | None
     no_calibration: bool
     seed: int | None
     experts: str | None
-    dtype: str | None
-    max_device_memory: int | None
+    dtype: str | torch.dtype | None
+    max_device_memory: int | str | None
     statistics: str | Path | None
-    exclude: Sequence[str]
+    exclude: Sequence[str] | str
     kv_cache: str | None
     base_model: str | None
-    max_host_memory: int
+    max_host_memory: int | str
     dry_run: bool
     on_plan: Callable[[Plan], None]
     on_engine: Callable[[str], None]
@@ -115,7 +116,6 @@ def quantize(
     options = from_keywords(ConvertOptions, keywords)
     events = from_keywords(ConvertEvents, keywords)
     output, ranks = user_path(output), current_ranks()
-    check_device_name(options.device)
     check_base_model(options.base_model)
     recipe = load_recipe(options.recipe) if isinstance(options.recipe, str) else options.recipe
     recipe = recipe.with_options(exclude=tuple(options.exclude), kv_cache=options.kv_cache)

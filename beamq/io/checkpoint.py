@@ -27,6 +27,7 @@ from beamq.io.hub import hub_source, open_repo
 from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME, LocalFiles, Prefetch, SourceFiles, check_index, weight_files
+from beamq.options import Flag, takes
 
 if TYPE_CHECKING:
     import torch
@@ -193,6 +194,7 @@ def _middle(spec: TensorSpec) -> tuple[TensorSpec, int, int]:
     return spec, (spec.nbytes - size) // 2, size
 
 
+@takes(cache_bytes=Flag("", size=True))
 def open_checkpoint(
     source: str | Path, *, cache_bytes: int = DEFAULT_CACHE_BYTES, cache_folder: Path | None = None
 ) -> Checkpoint:

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from numpy import int64
+from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.devices import usable_device
+from beamq.devices import check_device_name, choose_device
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.model.context import Observer, SequenceLayout
@@ -26,8 +28,11 @@ from beamq.model.gemm.select import select_gemm
 from beamq.model.layer import head_logits
 from beamq.model.layer_stream import LayerStream, experts_per_slice
 from beamq.model.loader import LayerLoader
+from beamq.options import Flag, takes
+from beamq.ranks import Ranks
 
 BATCH_TOKENS = 16_384
+ACTIVATIONS = Flag("", choices=("bfloat16", "float32", "float16", "float64"))
 
 
 def embed(loader: LayerLoader, ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -47,11 +52,17 @@ def embed(loader: LayerLoader, ids: Sequence[torch.Tensor]) -> list[torch.Tensor
     return [table[vector.cpu()].to(loader.device) for vector in ids]
 
 
+@takes(
+    dtype=ACTIVATIONS,
+    device=Flag("", check=check_device_name),
+    gemm=Flag("", check=select_gemm),
+    max_device_memory=Flag("", size=True),
+)
 def logits(
     checkpoint: Checkpoint | str | Path,
     input_ids: torch.Tensor | Sequence[Sequence[int]],
     *,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
     device: torch.device | str = "cpu",
     gemm: Gemm | str = "reference",
     attention_mask: torch.Tensor | Sequence[Sequence[int]] | None = None,
@@ -62,14 +73,16 @@ def logits(
 
     `input_ids` is [B, T]; `attention_mask` [B, T] marks padding on either side with 0. Positions
     count from each row's first real token; logits at padding are 0. `dtype` is that of activations
-    and unquantized weights, `gemm` a back end (see `model.gemm.select`), `device` where it runs;
-    `observers` see the inputs of linears. Memory for weights is two layers, or two slices of a
-    layer's experts if `max_device_memory` (bytes) asks for that. Raises `UsageError` for ids or a
-    mask of another form, `DeviceError`, and what reading the checkpoint raises.
+    and unquantized weights, `gemm` a back end (see `model.gemm.select`), `device` where it runs
+    ("auto": a GPU where there is one); `observers` see the inputs of linears. Memory for weights is
+    two layers, or two slices of a layer's experts if `max_device_memory` (bytes) asks for that.
+    Raises `UsageError` for ids or a mask of another form, `DeviceError`, and what reading the
+    checkpoint raises.
     """
-    where = usable_device(device)
+    where = choose_device(str(device), Ranks())
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     back_end = select_gemm(gemm) if isinstance(gemm, str) else gemm
-    ids_BT = _token_rows(input_ids)
+    ids_BT = token_rows(input_ids)
     mask_BT = _mask(attention_mask, ids_BT)
     with contextlib.ExitStack() as stack:
         if not isinstance(checkpoint, Checkpoint):
@@ -90,7 +103,8 @@ def logits(
         stream = LayerStream(loader, slice_experts=share)
         LayerPass(stream, batches, gemm=back_end, observers=observers).run()
         head = loader.head()
-        out = torch.zeros(*ids_BT.shape, config.vocab_size, device=where)
+        shape = (*ids_BT.shape, config.vocab_size)
+        out = torch.zeros(shape, dtype=torch.float32, device=where)
         with torch.inference_mode():
             for rows, batch in zip(groups, batches, strict=True):
                 kept = mask_BT[rows].to(where)
@@ -98,11 +112,11 @@ def logits(
         return out
 
 
-def _token_rows(input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
+def token_rows(input_ids: torch.Tensor | NDArray[int64] | Sequence[Sequence[int]]) -> torch.Tensor:
     """Token ids [B, T], int64, on the CPU. Raises `UsageError` for anything else."""
     try:
         ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(
             f"input_ids: {_shown(input_ids)}, expected token ids [B, T]: a tensor, or rows of"
             " integers, all of one length"
@@ -132,7 +146,7 @@ def _mask(
         return torch.ones_like(ids_BT, dtype=torch.bool)
     try:
         mask = torch.as_tensor(attention_mask).cpu()
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(
             f"attention_mask: {_shown(attention_mask)}, expected zeros and ones [B, T] in rows of"
             " one length"
@@ -144,6 +158,8 @@ def _mask(
         )
     if not ((mask == 0) | (mask == 1)).all():
         raise UsageError("attention_mask: expected 1 for a token and 0 for padding, nothing else")
+    if not mask.any():
+        raise UsageError("attention_mask: all of it is padding; there is no token to run")
     return mask.bool()
 
 

@@ -29,6 +29,7 @@ from beamq.errors import RecipeError, UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import OutputTensor, Shard
+from beamq.options import Flag, takes
 from beamq.plan import layout
 from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
 from beamq.plan.recipe import Recipe, load_recipe, matches
@@ -313,11 +314,12 @@ class Plan(Work):
         return 8 * self.tensor_nbytes / self.total_parameters
 
 
+@takes(kv_cache=Flag("", choices=("none", "fp8")), max_shard_bytes=Flag("", size=True))
 def make_plan(
     source: Checkpoint | str | Path,
-    recipe: Recipe | str = "nvfp4",
+    recipe: Recipe | str | Path = "nvfp4",
     *,
-    exclude: Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     kv_cache: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> Plan:
@@ -329,7 +331,7 @@ def make_plan(
     `max_shard_bytes` bounds a shard's tensor bytes; a job is never split, so one larger job gets
     a shard of its own.
     """
-    chosen = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if exclude or kv_cache is not None:
         chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
     if isinstance(source, Checkpoint):

@@ -42,7 +42,8 @@ from typing import Any
 
 from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import RecipeError, shown_value
-from beamq.io.files import parse_yaml, read_small
+from beamq.io.files import parse_yaml, read_small, user_path
+from beamq.options import did_you_mean, takes
 
 MAX_PATTERN = 300  # characters of a regular expression
 MAX_NAME = 200  # characters of a module that one is tried on
@@ -183,16 +184,21 @@ class Recipe:
         return parse_recipe({**self.to_dict(), **options}, origin=self.name)
 
 
-def load_recipe(name_or_path: str) -> Recipe:
-    """A built-in recipe by name, or a YAML file by path. Raises `RecipeError`."""
-    if name_or_path in BUILT_IN:
-        text = resources.files("beamq").joinpath(f"recipes/{name_or_path}.yaml").read_text()
-        return _from_yaml(text, name_or_path)
-    path = Path(name_or_path)
+@takes()
+def load_recipe(name_or_path: str | Path) -> Recipe:
+    """A built-in recipe by name (in any case, with `_` for `-`), or a YAML file by path.
+
+    Raises `RecipeError`.
+    """
+    name = str(name_or_path).lower().replace("_", "-")
+    if name in BUILT_IN:
+        text = resources.files("beamq").joinpath(f"recipes/{name}.yaml").read_text()
+        return _from_yaml(text, name)
+    path = user_path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         raise RecipeError(
-            f"no recipe named {name_or_path!r}; choose one of {', '.join(BUILT_IN)} or give the"
-            " path of a .yaml file"
+            f"no recipe named {str(name_or_path)!r}; choose one of {', '.join(BUILT_IN)} or give"
+            f" the path of a .yaml file{did_you_mean(name, BUILT_IN)}"
         )
     raw = read_small(path, RecipeError, MAX_RECIPE_BYTES)
     try:

@@ -22,6 +22,7 @@ from beamq.eval.compare.records import CAVEAT, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
 from beamq.io.files import read_small, user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
+from beamq.options import takes
 from beamq.report import charts, tables
 from beamq.report.model_card import card_with_comparison
 from beamq.report.tables import Table, markdown, page
@@ -131,6 +132,7 @@ def _values(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+@takes()
 def write_report(comparison: Comparison, folder: str | Path) -> Path:
     """Write all three and return the path of the HTML. Raises `DiskError`."""
     texts = {

@@ -384,11 +384,19 @@ def test_it_runs_inside_inference_mode(beam_nano: Path, tmp_path: Path) -> None:
             assert torch.equal(logits(folder, ids + 0, dtype=FP32), wanted)
         with torch.no_grad():
             assert torch.equal(logits(folder, ids, dtype=FP32), wanted)
+        assert torch.equal(logits(folder, ids.numpy(), dtype="float32"), wanted)
+        if not torch.cuda.is_available():
+            assert torch.equal(logits(folder, ids, dtype="fp32", device="auto"), wanted)
 
 
-@pytest.mark.parametrize("device", ["tpu", "mps", "cuda:x", "auto"])
+def test_a_mask_without_a_token(beam_nano: Path) -> None:
+    with pytest.raises(UsageError, match="attention_mask: all of it is padding"):
+        logits(beam_nano, [[1, 2]], attention_mask=[[0, 0]])
+
+
+@pytest.mark.parametrize("device", ["tpu", "mps", "cuda:x"])
 def test_devices_that_beam_does_not_run_on(beam_nano: Path, device: str) -> None:
-    with pytest.raises(UsageError, match="expected cpu, cuda or cuda:N"):
+    with pytest.raises(UsageError, match="expected auto, cpu, cuda or cuda:N"):
         logits(beam_nano, [[1, 2]], device=device)
 
 

@@ -207,7 +207,8 @@ def test_no_submodule_hides_a_public_name() -> None:
         (["plan", "NOWHERE"], 3, "no such folder"),
         (["plan", "NANO", "--gpu", "a100:8"], 2, "unknown GPU"),
         (["plan", "NANO", "--max-shard-size", "5 apples"], 2, "--max-shard-size '5 apples'"),
-        (["plan", "NANO", "--context", "0"], 2, "--context"),
+        (["plan", "NANO", "--context", "0"], 2, "--context is 0, expected at least 1"),
+        (["plan", "NANO", "--context", "many"], 2, "--context 'many': not a number of tokens"),
         (["plan", "NANO", "--colour"], 2, "--colour"),
         (["plan"], 2, "SOURCE"),
         (["plans"], 2, "plans"),
@@ -265,7 +266,7 @@ def test_errors_as_json(run: Run, tmp_path: Path) -> None:
         (["plan", "--colour"], "No such option: --colour"),
         (["plan"], "Missing argument 'SOURCE'"),
         (["plans"], "No such command 'plans'"),
-        (["plan", "x", "--context", "many"], "--context"),
+        (["plan", "x", "--workers", "many"], "--workers"),
         (["verify", "x", "--level", "deep"], "'deep'"),
     ],
 )

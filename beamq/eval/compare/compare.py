@@ -47,6 +47,7 @@ from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import Manifest, file_checksum
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME
+from beamq.model.logits import token_rows
 from beamq.options import from_keywords, ignore, takes
 from beamq.ranks import Ranks, current_ranks
 
@@ -78,9 +79,9 @@ class CompareKeywords(TextKeywords, total=False):
     """Keywords of `compare`."""
 
     seed: int
-    dtype: str | None
+    dtype: str | torch.dtype | None
     gemm: str | None
-    input_ids: NDArray[int64] | None
+    input_ids: NDArray[int64] | torch.Tensor | Sequence[Sequence[int]] | None
     on_start: Callable[[], None]
     progress: Callable[[int, int], None] | None
     on_result: Callable[[Comparison], None]
@@ -88,7 +89,9 @@ class CompareKeywords(TextKeywords, total=False):
 
 @takes(CompareOptions, CompareEvents)
 def compare(
-    source: str | Path, checkpoints: Sequence[str | Path], **keywords: Unpack[CompareKeywords]
+    source: str | Path,
+    checkpoints: str | Path | Sequence[str | Path],
+    **keywords: Unpack[CompareKeywords],
 ) -> Comparison:
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
@@ -100,8 +103,9 @@ def compare(
     """
     asked, events = from_keywords(CompareOptions, keywords), from_keywords(CompareEvents, keywords)
     begun = time.monotonic()
-    if not checkpoints:
-        raise UsageError("no checkpoint to compare with the source; name at least one")
+    paths = [checkpoints] if isinstance(checkpoints, (str, Path)) else checkpoints
+    if not paths:
+        raise UsageError("checkpoints is empty; name at least one to compare with the source")
     ranks = current_ranks()
     try:
         with ExitStack() as stack:
@@ -109,7 +113,7 @@ def compare(
                 where = choose_device(asked.device, ranks)
                 gemm = asked.gemm or DEFAULT_GEMM.get(where.type, "reference")
                 options, settings = stream_options(where, asked.dtype, gemm)
-                base, *others = _open_all([source, *checkpoints], ranks, stack)
+                base, *others = _open_all([source, *paths], ranks, stack)
                 if asked.input_ids is not None:
                     ids_BT, record = given_text(asked.input_ids)
                 else:
@@ -178,10 +182,12 @@ def read_text(
     return read.input_ids, record
 
 
-def given_text(input_ids: NDArray[int64]) -> tuple[NDArray[int64], dict[str, Any]]:
+def given_text(
+    input_ids: NDArray[int64] | torch.Tensor | Sequence[Sequence[int]],
+) -> tuple[NDArray[int64], dict[str, Any]]:
     """Token ids [S, T] as they are, and their record. Raises `UsageError` for another shape."""
-    ids_BT = np.ascontiguousarray(input_ids, dtype=int64)
-    if ids_BT.ndim != 2 or min(ids_BT.shape) < 1 or ids_BT.shape[1] < 2:
+    ids_BT = np.ascontiguousarray(token_rows(input_ids).numpy())
+    if ids_BT.shape[1] < 2:
         raise UsageError(f"input_ids has shape {list(ids_BT.shape)}, expected [S, T] with T > 1")
     record = {
         "description": "token ids given by the caller",

@@ -243,7 +243,7 @@ class SensitivityKeywords(TextKeywords, total=False):
     """Keywords of `sensitivity`."""
 
     seed: int
-    dtype: str | None
+    dtype: str | torch.dtype | None
     gemm: str
     on_start: Callable[[], None]
     progress: Callable[[int, int], None] | None

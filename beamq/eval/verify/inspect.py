@@ -28,6 +28,7 @@ from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
+from beamq.options import takes
 from beamq.plan.sources import missing_tensors, packed_part
 
 
@@ -81,6 +82,7 @@ class Inspection:
         return {**asdict(self), **shares}
 
 
+@takes()
 def inspect_checkpoint(checkpoint: str | Path) -> Inspection:
     """Look at a folder, or at a repository on the Hub, of which only headers are read.
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from beamq.calib.options import WORKERS
 from beamq.errors import UsageError
 from beamq.eval.verify.against_source import DecodedCheckpoint, trace_decoded, trace_source
 from beamq.eval.verify.checks import CHECKS, Ledger, RoleError, VerifyReport
@@ -42,14 +43,15 @@ from beamq.io.files import user_path
 from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
+from beamq.options import Flag, takes
 from beamq.plan.sources import SourceRange
 from beamq.ranks import Ranks, cores_here, current_ranks
 
 DEFAULT_SAMPLE = 16
 MAX_THREADS = 16
-LEVELS = ("structure", "quick", "tensors", "forward")
 
 
+@takes(workers=WORKERS, sample=Flag("", at_least=0))
 def verify(
     checkpoint: str | Path,
     *,
@@ -71,8 +73,6 @@ def verify(
     `checkpoint` has neither config nor weights or its conversion has not ended, what
     `open_checkpoint` and `map_sources` raise for `source`, and `EnvironmentFault` for a lost rank.
     """
-    if level not in LEVELS:
-        raise UsageError(f"level is {level!r}, expected one of {', '.join(LEVELS)}")
     if level == "quick" and source is not None:
         raise UsageError("--quick compares with beamq.json alone; leave out --source")
     if level == "forward" and source is None:

@@ -18,6 +18,7 @@ from beamq.calib.collector import Collector, LayerRecord, TokenWatch, combine, s
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.statistics import InputStats
 from beamq.errors import CalibrationError, Interrupted, UsageError
+from beamq.options import from_keywords
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -249,8 +250,8 @@ def test_options_are_checked_and_have_a_size_for_each_device() -> None:
         {"experts": "some"},
         {"dtype": "float16"},
     ):
-        with pytest.raises(UsageError, match=next(iter(wrong)).replace("_", " ")):
-            CalibrationOptions(**wrong)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=next(iter(wrong))):
+            from_keywords(CalibrationOptions, wrong)
     model = {"max_position_embeddings": 8192}
     assert CalibrationOptions().size("cpu", model) == (128, 512)
     assert CalibrationOptions().size("cuda", model) == (256, 2048)

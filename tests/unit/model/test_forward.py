@@ -213,7 +213,7 @@ def test_refusals(source: Path) -> None:
         logits(source, [[1, 2]], attention_mask=torch.ones(1, 3))
     with pytest.raises(UsageError, match="gemm 'fast'"):
         logits(source, [[1, 2]], gemm="fast")
-    with pytest.raises(UsageError, match="expected cpu, cuda"):
+    with pytest.raises(UsageError, match="expected auto, cpu, cuda"):
         logits(source, [[1, 2]], device="abacus")
     if not torch.cuda.is_available():
         with pytest.raises(DeviceError, match="no usable NVIDIA GPU"):
