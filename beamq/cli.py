@@ -79,7 +79,8 @@ def _refused(fault: Exception, given: Sequence[str]) -> int:
         sys.stderr.write(f"{fault.format_message()}\n")
         return UsageError.exit_code
     context = getattr(fault, "ctx", None)
-    command = "beamq" if context is None else context.command_path
+    named = (f"beamq {word}" for word in given if word in MODULES)
+    command = next(named, "beamq") if context is None else context.command_path
     words = " ".join(str(fault.format_message()).split()).rstrip(".")
     return outcome.report_error(
         UsageError(f"{words}; see `{command} --help`"), as_json="--json" in given

@@ -200,6 +200,11 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
             f"no recipe named {str(name_or_path)!r}; choose one of {', '.join(BUILT_IN)} or give"
             f" the path of a .yaml file{did_you_mean(name, BUILT_IN)}"
         )
+    if not path.exists():
+        raise RecipeError(
+            f"{path}: there is no such recipe file; give the path of one, or one of the built-in"
+            f" recipes: {', '.join(BUILT_IN)}"
+        )
     raw = read_small(path, RecipeError, MAX_RECIPE_BYTES)
     try:
         text = raw.decode("utf-8")
@@ -214,7 +219,9 @@ def _from_yaml(text: str, origin: str) -> Recipe:
     except ValueError as fault:
         raise RecipeError(f"{origin}: not valid YAML: {fault}") from None
     if not isinstance(data, dict):
-        raise RecipeError(f"{origin}: holds a {type(data).__name__}, expected keys and values")
+        kind = "a list" if isinstance(data, list) else shown_value(data, 60)
+        what = "is empty" if data is None else f"holds {kind}"
+        raise RecipeError(f"{origin}: {what}, expected at least name, summary and rules")
     return parse_recipe(data, origin=origin)
 
 
@@ -230,7 +237,10 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
     for key in ("name", "summary"):
         value = data.get(key)
         if not isinstance(value, str) or not value or not value.isprintable() or len(value) > 300:
-            raise RecipeError(f"{origin}: {key} must be one line of text")
+            found = f"is {shown_value(value, 60)}" if key in data else "is missing"
+            raise RecipeError(
+                f"{origin}: {key} {found}, expected one line of text, at most 300 characters"
+            )
     exclude = data.get("exclude", ())
     if not isinstance(exclude, (list, tuple)) or not all(
         isinstance(pattern, str) and pattern for pattern in exclude

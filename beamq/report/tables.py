@@ -258,12 +258,11 @@ def summary(source: ComparedModel, candidates: Sequence[Candidate]) -> Table:
         ("Mean PPL", f"{seen[0].ppl_base:.3f}", *(f"{each.ppl:.3f}" for each in seen)),
         ("ln(PPL(Q)/PPL(base))", "", *(f"{each.ln_ppl_ratio:+.4f}" for each in seen)),
         ("Mean KLD", "", *(f"{each.mean_kld:.5f}" for each in seen)),
-        (
-            "Mean KLD, weights exact",
-            "",
-            *(_or("not quantized", each.activations_only_kld, ".5f") for each in candidates),
-        ),
     ]
+    floors = [each.activations_only_kld for each in candidates]
+    if any(floors):  # none, if only weights are quantized
+        label = "Mean KLD, weights exact"
+        rows.append((label, "", *(_or("not quantized", each, ".5f") for each in floors)))
     ratios = [each.kld_ratio_to_first for each in candidates]  # None for the first of all
     if any(ratios):
         rows.append(("Mean KLD, ratio to first", "", *(_or("1", each, ".3f") for each in ratios)))

@@ -27,6 +27,7 @@ from beamq.io.manifest import Manifest
 from beamq.io.shard_writer import write_json
 from beamq.model.context import Observer
 from beamq.model.logits import logits
+from beamq.report.tables import summary
 from tests.helpers.checkpoint_damage import edit_json, flip
 from tests.helpers.model_fixtures import hf_logits, hf_model, quantized_copy, random_beam, text_ids
 
@@ -89,6 +90,10 @@ def test_figures_of_the_fixtures(beam_nano: Path, made: dict[str, Path]) -> None
         progress=lambda done, total: steps.append((done, total)),
     )
     weights_only = compare(beam_nano, [made["nvfp4"]], input_ids=ids, gemm="weights-only")
+    exact = "Mean KLD, weights exact"
+    assert exact in {row[0] for row in summary(found.source, found.candidates).rows}
+    only = summary(weights_only.source, weights_only.candidates).rows
+    assert exact not in {row[0] for row in only}, "activations are exact there too"
     w4a4, w8a8 = found.candidates
     w4 = weights_only.candidates[0]
     for candidate, kld, top in ((w4a4, 0.0205, 0.931), (w8a8, 0.0020, 0.983), (w4, 0.0106, 0.947)):

@@ -260,6 +260,11 @@ def test_errors_as_json(run: Run, tmp_path: Path) -> None:
     }
 
 
+def test_an_option_without_its_value_points_to_the_commands_help(run: Run) -> None:
+    ran = run("quantize", "a", "b", "--recipe")
+    assert (ran.code, "requires an argument; see `beamq quantize --help`" in ran.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

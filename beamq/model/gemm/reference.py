@@ -15,7 +15,9 @@ order of FP32 sums. On a CPU the operands are decoded to FP32 (its BF16 GEMM wou
 before the scales); on CUDA to BF16 with an FP32 result. All experts of a layer share one
 `input_scale`, the maximum over them, as the serving engines do.
 
-Limits: weights are decoded at every call, so memory stays that of the stored format.
+Limits: weights are decoded at every call, so memory stays that of the stored format. A block of
+activations whose scale is below 2^-9, the smallest in E4M3, gets 2^-9, as Model-Optimizer does.
+Engines' kernels are reported to flush such a block to zero, which has not been verified.
 """
 
 from __future__ import annotations

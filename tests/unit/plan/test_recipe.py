@@ -91,8 +91,14 @@ def test_a_recipe_file_is_read_and_its_faults_name_it(tmp_path: Path) -> None:
         load_recipe(str(path))
     with pytest.raises(RecipeError, match="no recipe named 'nvfp5'"):
         load_recipe("nvfp5")
-    with pytest.raises(RecipeError, match="not found"):
+    with pytest.raises(RecipeError, match=r"absent\.yaml: there is no such recipe file.* nvfp4,"):
         load_recipe(str(tmp_path / "absent.yaml"))
+    path.write_text("name: mine\nrules: {expert: fp8}\n")
+    with pytest.raises(RecipeError, match="summary is missing, expected one line of text"):
+        load_recipe(str(path))
+    path.write_text("")
+    with pytest.raises(RecipeError, match="is empty, expected at least name, summary and rules"):
+        load_recipe(str(path))
 
 
 def test_the_digest_is_of_what_changes_bytes() -> None:
