@@ -21,8 +21,9 @@ import numbers
 import operator
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -120,13 +121,26 @@ def takes(*classes: type, **flags: Flag) -> Callable[[Callable[P, T]], Callable[
                 if name in own:
                     hint = str(own[name].annotation)
                     given.arguments[name] = read(value, name, hint, flags.get(name))
-            return function(*given.args, **given.kwargs)
+            with _torch_as_it_comes():
+                return function(*given.args, **given.kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for
         call.__doc__ = "\n\n".join(map(_described, (function, *classes)))
         return call
 
     return decorate
+
+
+@contextmanager
+def _torch_as_it_comes() -> Iterator[None]:
+    """Set a caller's autocast and default device aside; they would change what a model computes."""
+    with ExitStack() as stack:
+        if (torch := sys.modules.get("torch")) is not None:
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.get_default_device().type != "cpu":
+                stack.enter_context(torch.device("cpu"))
+        yield
 
 
 def taken(each: Field[Any]) -> str:

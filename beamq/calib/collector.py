@@ -174,7 +174,7 @@ def segment_amax(x_SK: torch.Tensor, offsets: Sequence[int]) -> tuple[torch.Tens
 
 
 def _segments_at_once(x_SK: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
-    amax = torch.zeros(len(offsets) - 1)
+    amax = torch.zeros(len(offsets) - 1, dtype=torch.float32)
     found = [(place, torch.aminmax(x_SK[low:high])) for place, low, high in _busy(offsets)]
     if found and x_SK.shape[1]:
         lows = torch.stack([each.min for _, each in found])

@@ -90,12 +90,12 @@ class ExpertMoments:
     def rows(self, experts: Sequence[int]) -> torch.Tensor:
         """Number of rows of each expert, FP32 [E]."""
         counts = [float(self._seen.rows_E[expert]) for expert in experts]
-        return torch.tensor(counts, device=self._seen.device)
+        return torch.tensor(counts, dtype=torch.float32, device=self._seen.device)
 
     def _sums(self, group: str, part: ExpertSlice, experts: Sequence[int]) -> torch.Tensor:
         width = weight_of(part, group).shape[2]
         shape = (width, width) if self._full else (width,)
-        total = torch.zeros(len(experts), *shape, device=self._seen.device)
+        total = torch.zeros(len(experts), *shape, dtype=torch.float32, device=self._seen.device)
         waiting: list[list[torch.Tensor]] = [[] for _ in experts]
 
         def add(at: int) -> None:
@@ -133,7 +133,8 @@ class ExpertMoments:
 
     def _down_pool(self, width: int) -> tuple[torch.Tensor, float]:
         """Sum over all rows of all experts, in the order of experts over all processes."""
-        pool = torch.zeros((width, width) if self._full else (width,), device=self._seen.device)
+        shape = (width, width) if self._full else (width,)
+        pool = torch.zeros(shape, dtype=torch.float32, device=self._seen.device)
         self._seen.exchange.receive(pool)
         for part in self._seen.parts():
             every = [e for e in numbers(part) if self._seen.rows_E[e]]

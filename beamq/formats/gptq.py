@@ -193,7 +193,8 @@ def round_experts(
     codes = torch.empty(experts, n, k // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(experts, n, k // NVFP4_BLOCK, dtype=torch.uint8, device=device)
     # Weights of columns to come, and w - rounded of those that are done.
-    error_EKN = torch.empty(experts, k, n, device=device).copy_(w_ENK.transpose(1, 2))
+    error_EKN = torch.empty(experts, k, n, dtype=torch.float32, device=device)
+    error_EKN.copy_(w_ENK.transpose(1, 2))
     for start in range(0, k, LOOKAHEAD):
         end = min(start + LOOKAHEAD, k)
         moved_EWN = _moved(error_EKN[:, start:end], error_EKN, feedback, 0, start, end)

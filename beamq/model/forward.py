@@ -319,12 +319,12 @@ class LayerPass:
             if number not in chosen:  # computed at another process
                 chosen[number] = (
                     torch.empty(shape, dtype=torch.int64, device=device),
-                    torch.empty(shape, device=device),
+                    torch.empty(shape, dtype=torch.float32, device=device),
                 )
             experts_Tk, weights_Tk = chosen.pop(number)
             self._exchange.spread(number, experts_Tk, weights_Tk)()
             plans.append(dispatch(experts_Tk, weights_Tk, config.num_experts))
-            empty = torch.zeros(shape[0], config.hidden_size, device=device)
+            empty = torch.zeros(shape[0], config.hidden_size, dtype=torch.float32, device=device)
             self._buffer.put(number + len(self._batches), empty)
         return plans
 

@@ -426,13 +426,18 @@ class LayerLoader:
                 scale=gather("weight_scale", 1, torch.float32),
             )
         scales = [
-            torch.full((part.n,), _scalar(self.checkpoint, f"{part.module}.weight_scale_2"))
+            torch.full(
+                (part.n,),
+                _scalar(self.checkpoint, f"{part.module}.weight_scale_2"),
+                dtype=torch.float32,
+            )
             for part in parts
         ]
         names = [f"{module}.input_scale" for module in sharing or [part.module for part in parts]]
         input_scale = None
         if any(name in self.checkpoint.tensors for name in names):
-            input_scale = torch.tensor(max(_scalar(self.checkpoint, name) for name in names))
+            largest = max(_scalar(self.checkpoint, name) for name in names)
+            input_scale = torch.tensor(largest, dtype=torch.float32)
         return Nvfp4Weight(
             codes=gather("weight", k // 2, torch.uint8),
             block_scale=gather("weight_scale", k // NVFP4_BLOCK, torch.float8_e4m3fn),

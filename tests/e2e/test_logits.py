@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import CompressedTensorsConfig
 
+import beamq
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import DeviceError, UsageError
@@ -408,3 +409,35 @@ def test_a_gpu_that_is_not_here(beam_nano: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DeviceError, match="only 2 GPUs are here"):
         logits(beam_nano, [[1, 2]], device="cuda:2")
+
+
+def _everything(source: Path, folder: Path) -> dict[str, object]:
+    """What calls that run the model give, small."""
+    folder.mkdir()
+    size: Any = {"samples": 2, "sequence_length": 48}
+    beamq.calibrate(source, folder / "stats", **size)
+    beamq.quantize(source, folder / "gptq", recipe="nvfp4-gptq", **size)
+    report = beamq.compare(source, folder / "gptq", **size).to_dict()
+    parts = beamq.sensitivity(source, folder / "gptq", **size).to_dict()
+    return {
+        "files": {path.name: path.read_bytes() for path in folder.rglob("*.safetensors")},
+        "stats": (folder / "stats").read_bytes(),
+        "logits": logits(folder / "gptq", [[1, 2, 3]], dtype="float32").tolist(),
+        "compare": str({**report, "seconds": 0}),
+        "sensitivity": str(parts),
+    }
+
+
+def test_a_callers_settings_of_torch_change_nothing(beam_nano: Path, tmp_path: Path) -> None:
+    expected = _everything(beam_nano, tmp_path / "plain")
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = _everything(beam_nano, tmp_path / "odd")
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.get_default_device().type == "meta"
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert {name for name in expected if found[name] != expected[name]} == set()

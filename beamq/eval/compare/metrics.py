@@ -388,5 +388,5 @@ def _overlap(base: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> NDA
     shares = []
     for base_Tk, other_Tk in zip(base, other, strict=True):
         shared_T = (base_Tk[:, :, None] == other_Tk[:, None, :]).sum((1, 2))
-        shares.append((shared_T / base_Tk.shape[1]).cpu().numpy())
+        shares.append((shared_T.float() / base_Tk.shape[1]).cpu().numpy())
     return np.concatenate(shares)

@@ -310,11 +310,12 @@ def random_problem(
     One expert in five has no rows.
     """
     fmt, kind = op.split("-")
-    x_TK = torch.randn(rows, k, device=device).bfloat16()
+    x_TK = torch.randn(rows, k, dtype=torch.float32, device=device).bfloat16()
     busy = [e % 5 != 1 for e in range(experts)]
     offsets = [0, *(rows // sum(busy) * count for count in itertools.accumulate(busy))]
     offsets[-1] = rows
-    w = torch.randn(1 if kind == "dense" else experts, n, k, device=device).bfloat16()
+    shape = (1 if kind == "dense" else experts, n, k)
+    w = torch.randn(shape, dtype=torch.float32, device=device).bfloat16()
     weight: LinearWeight = DenseWeight(w_NK=w)
     if fmt == "fp8":
         codes, scale = fp8.quantize_rows(w)

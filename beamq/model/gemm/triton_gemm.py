@@ -130,7 +130,7 @@ class Triton(GemmBackend):
         _, n, half = weight.codes.shape
         if out is None:
             out = operand_SK.new_empty(offsets[-1], n // 2 if swiglu else n)
-        one = torch.ones((), device=operand_SK.device)
+        one = torch.ones((), dtype=torch.float32, device=operand_SK.device)
         input_scale = static_scale(weight.input_scale)
         busy = [expert for expert, _, _ in Groups(offsets).busy()]
         step = max(1, DECODE_BYTES // (n * half * 4))  # a byte of codes gives two BF16 values
