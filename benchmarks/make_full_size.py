@@ -135,6 +135,14 @@ def _write_shard(path: Path, entries: list[tuple[Entry, int]]) -> int:
     with path.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         os.ftruncate(stream.fileno(), 8 + len(text) + end)
+        # beamq refuses a model of zeros: every tensor but the experts' has a value, and each file's
+        # last tensor has one at its end.
+        begins = [
+            header[name]["data_offsets"][0] for (name, *_), _ in entries if "experts" not in name
+        ]
+        for place in [*begins, end - 2]:
+            stream.seek(8 + len(text) + place)
+            stream.write(b"\x80\x3f")
     return end
 
 

@@ -3,14 +3,17 @@
 In: an opened `Checkpoint` and its `BeamConfig`. Out: a `SourceMap`: one byte range for each tensor
 that a Beam must have (packed 3-D experts cut into rows of one expert), the extra tensors that are
 copied bit for bit, and those that are left out, with the reason. A tensor that is missing, has
-another shape or dtype, or is already quantized is an error here, from the headers alone.
+another shape or dtype, is already quantized or belongs to an adapter is an error here, from the
+headers alone; then `content` looks for zeros.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from beamq.beam.config import BeamConfig, unknown_keys
 from beamq.beam.tensors import (
@@ -25,6 +28,7 @@ from beamq.errors import AlreadyQuantizedError, TensorError, counted
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
 from beamq.io.source import SourceFiles, travels
+from beamq.plan.content import refuse_zeros
 
 QUANTIZED_SUFFIXES = (
     ".weight_scale",
@@ -36,6 +40,12 @@ QUANTIZED_SUFFIXES = (
     ".input_global_scale",
 )
 DERIVED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+PREFIXES = (
+    "base_model.model.", "model.language_model.", "language_model.", "_orig_mod.", "module.",
+    "model.model.",
+)  # fmt: skip
+"""What trainers and wrappers put before names."""
+_ADAPTER = re.compile(r"\.(lora_[A-Za-z_]+|token_adapter|base_layer|modules_to_save)(\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +71,7 @@ class SourceMap:
 def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
     """Resolve every expected tensor. Raises `TensorError` or `AlreadyQuantizedError`."""
     refuse_quantized(checkpoint)
+    _refuse_names(checkpoint)
     packed = _packed_tensors(checkpoint, config)
     found: list[tuple[TensorRole, SourceRange]] = []
     missing: list[str] = []
@@ -85,9 +96,41 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
         raise TensorError(f"{checkpoint.name}: {missing_tensors(len(missing))}: {few(missing)}")
     extra, dropped = _leftovers(checkpoint, used, config)
     notes = _notes(checkpoint, found, extra)
+    refuse_zeros(checkpoint)
     return SourceMap(
         found=tuple(found), extra=tuple(extra), dropped=tuple(dropped), notes=tuple(notes)
     )
+
+
+def _refuse_names(checkpoint: Checkpoint) -> None:
+    """Raise `TensorError` for an adapter's tensors, and for names that a wrapper has changed."""
+    names = checkpoint.tensors
+    if adapter := [name for name in names if _ADAPTER.search(name)]:
+        raise TensorError(
+            f"{checkpoint.name}: {counted(len(adapter), 'tensor')} of an adapter beside the model"
+            f" ({few(adapter)}); no engine loads them. Merge the adapter into the weights first,"
+            " or remove its tensors"
+        )
+    for prefix in PREFIXES:
+        plain = {name: _unprefixed(name, prefix) for name in names if name.startswith(prefix)}
+        known = {name: own for name, own in plain.items() if classify(own).role is not Role.EXTRA}
+        if twice := [name for name, own in known.items() if own in names]:
+            raise TensorError(
+                f"{checkpoint.name}: {twice[0]} and {known[twice[0]]} are the same tensor under"
+                f" two names ({counted(len(twice), 'such pair')}); remove one of each"
+            )
+        if known and "model.embed_tokens.weight" not in names:
+            raise TensorError(
+                f"{checkpoint.name}: {counted(len(known), 'name begins', 'names begin')} with"
+                f" {prefix!r}, which a trainer or wrapper has added ({few(list(known))}); save the"
+                " model without the wrapper (unwrap it before save_pretrained), or rename the"
+                " tensors"
+            )
+
+
+def _unprefixed(name: str, prefix: str) -> str:
+    rest = name.removeprefix(prefix)
+    return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 
 
 def missing_tensors(count: int) -> str:
@@ -196,8 +239,8 @@ def _leftovers(
     return extra, dropped
 
 
-def _notes(
-    checkpoint: Checkpoint, found: list[tuple[TensorRole, SourceRange]], extra: list[TensorSpec]
+def _dtype_notes(
+    config: Mapping[str, Any], found: list[tuple[TensorRole, SourceRange]]
 ) -> Iterator[str]:
     not_fp32 = [
         role.name
@@ -207,8 +250,27 @@ def _notes(
     if not_fp32:
         yield (
             f"{counted(len(not_fp32), 'router tensor is', 'router tensors are')} not FP32 in the"
-            " source (a cast before saving?); their values are stored as FP32 unchanged, but the"
-            " precision lost in that cast is not restored"
+            f" source (a cast before saving? {few(not_fp32)}); their values are stored as FP32"
+            " unchanged, but the precision lost in that cast is not restored"
+        )
+    wider = {
+        source.spec.name: source.spec.dtype
+        for role, source in found
+        if role.role not in FP32_ROLES and source.spec.dtype in ("F32", "F16")
+    }
+    if wider:
+        yield (
+            f"{counted(len(wider), 'tensor is', 'tensors are')}"
+            f" {' or '.join(sorted(set(wider.values())))} in the source ({few(list(wider))}); what"
+            " is not quantized of them is rounded to BF16"
+        )
+    said = {key: config.get(key) for key in ("dtype", "torch_dtype")}
+    stored = Counter(source.spec.dtype for role, source in found if role.role not in FP32_ROLES)
+    most = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}[stored.most_common(1)[0][0]]
+    if odd := {key: value for key, value in said.items() if value not in (None, most)}:
+        yield (
+            f"config.json says {' and '.join(f'{key} {value}' for key, value in odd.items())}, but"
+            f" most tensors are {most}; the tensors decide, and the output says bfloat16"
         )
     halves: dict[str, list[str]] = {"BF16": [], "F16": []}
     for name, dtype in {source.spec.name: source.spec.dtype for _, source in found}.items():
@@ -220,6 +282,12 @@ def _notes(
             f"{counted(len(halves[fewer]), 'tensor is', 'tensors are')} {fewer}, the others {rest}"
             f" ({few(halves[fewer])}); their bits are read as the header says"
         )
+
+
+def _notes(
+    checkpoint: Checkpoint, found: list[tuple[TensorRole, SourceRange]], extra: list[TensorSpec]
+) -> Iterator[str]:
+    yield from _dtype_notes(checkpoint.config, found)
     heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
     if heads:
         yield (

@@ -474,6 +474,8 @@ case("fp8", "NaN code", lambda f: poke(f, f"{EXPERT}.up_proj.weight", b"\x7f", 7
      "values.codes", where=f"{EXPERT}.up_proj.weight")
 case("nvfp4", "NaN in a norm", lambda f: poke(f, NORM, b"\xc0\x7f", 4), "values.finite",
      where=NORM)
+case("nvfp4", "norm of zeros", lambda f: poke(f, NORM, bytes(256), 0), "values.zeros",
+     where=NORM)
 case("nvfp4", "another model's config",
      config(lambda d: d.update(routed_scaling_factor=1.0)), "source.config",
      where="routed_scaling_factor")

@@ -26,6 +26,7 @@ from beamq.io.checkpoint import open_checkpoint
 from beamq.io.source import INDEX_NAME
 from beamq.plan.plan import make_plan
 from tests.helpers import safetensors_edit as st
+from tests.helpers.checkpoint_damage import edit_json
 from tests.helpers.craft import (
     SINGLE,
     Run,
@@ -622,3 +623,94 @@ def test_files_beside_the_model_are_named(nano_copy: Path) -> None:
 def test_both_contradicting_options_are_usage(beam_nano: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         convert(beam_nano, tmp_path / "x", resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.norm.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.5.mlp.gate.weight",
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.2.self_attn.q_norm.weight",
+        "model.layers.6.self_attn.gate_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+    ],
+)
+def test_a_tensor_of_zeros_is_named_before_any_work(
+    run: Run, nano_copy: Path, tmp_path: Path, name: str
+) -> None:
+    def change(tensors: st.Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = (dtype, shape, bytes(len(data)))
+
+    st.edit(nano_copy / "model.safetensors", change)
+    for command in ("plan S", "quantize S OUT -r fp8", "compare S S --samples 1"):
+        words = [{"S": nano_copy, "OUT": tmp_path / "out"}.get(w, w) for w in command.split()]
+        code, _, err = run(*words)
+        assert code == 3, command
+        assert f"{name} is all zero; is the download whole?" in " ".join(err.split())
+    assert not (tmp_path / "out").exists()
+    code, out, _ = run("inspect", nano_copy)
+    assert f"{name} is all zero" in " ".join(out.split())
+
+
+NAMES: dict[str, tuple[Callable[[str], str | None], str]] = {
+    "an adapter beside a whole base": (
+        lambda name: f"{name[:-7]}.lora_A.weight" if name.endswith("q_proj.weight") else None,
+        "8 tensors of an adapter beside the model (model.layers.0.self_attn.q_proj.lora_A.weight",
+    ),
+    "one module under two names": (
+        lambda name: f"base_model.model.{name}" if "layers.4.mlp.experts.1." in name else None,
+        "are the same tensor under two names (3 such pairs)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("also", "words"), NAMES.values(), ids=NAMES.keys())
+def test_names_beside_the_models_peft(
+    run: Run, nano_copy: Path, tmp_path: Path, also: Callable[[str], str | None], words: str
+) -> None:
+    def change(tensors: st.Tensors) -> None:
+        tensors.update({new: each for name, each in [*tensors.items()] if (new := also(name))})
+
+    st.edit(nano_copy / "model.safetensors", change)
+    code, _, err = run("quantize", nano_copy, tmp_path / "out", "-r", "fp8")
+    assert code == 3
+    assert words in " ".join(err.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", "model.language_model.", "_orig_mod."])
+def test_names_that_a_wrapper_has_prefixed(nano_copy: Path, prefix: str) -> None:
+    def change(tensors: st.Tensors) -> None:
+        for name in list(tensors):
+            plain = name.removeprefix("model.") if prefix == "model.language_model." else name
+            tensors[prefix + plain] = tensors.pop(name)
+
+    st.edit(nano_copy / "model.safetensors", change)
+    with pytest.raises(TensorError, match=f"names begin with '{prefix}', which a trainer"):
+        make_plan(nano_copy)
+
+
+def test_dtypes_that_disagree_are_said(nano_copy: Path) -> None:
+    edit_json(nano_copy / "config.json", lambda c: c.update(dtype="float32", torch_dtype="float16"))
+    notes = " ".join(make_plan(nano_copy).notes)
+    assert "config.json says dtype float32 and torch_dtype float16, but most tensors are" in notes
+
+    def change(tensors: st.Tensors) -> None:
+        name = "model.layers.5.mlp.gate.weight"
+        _, shape, data = tensors[name]
+        half = np.frombuffer(data, "<u4").astype("<u4") >> 16
+        tensors[name] = ("BF16", shape, half.astype("<u2").tobytes())
+        _, shape, data = tensors["model.norm.weight"]
+        wide = np.frombuffer(data, "<u2").astype("<u4") << 16
+        tensors["model.norm.weight"] = ("F32", shape, wide.tobytes())
+
+    st.edit(nano_copy / "model.safetensors", change)
+    notes = " ".join(make_plan(nano_copy).notes)
+    assert (
+        "1 router tensor is not FP32 in the source (a cast before saving? model.layers.5" in notes
+    )
+    assert "1 tensor is F32 in the source (model.norm.weight); what is not quantized" in notes

@@ -125,7 +125,8 @@ def read_json(path: Path) -> dict[str, object]:
 def synthetic(
     folder: Path, *, layers: int, experts: int, hidden: int, width: int, shards: int = 1
 ) -> Path:
-    """A sparse Beam of zeros, in files with holes: large in bytes, small on disk."""
+    """A sparse Beam, in files with holes: large in bytes, small on disk. The first and the last
+    value of a tensor is 1, because beamq refuses a Beam of zeros."""
     nano = json.loads((ROOT / "examples" / "beam-nano" / "config.json").read_text())
     nano.update(
         hidden_size=hidden, intermediate_size=hidden, moe_intermediate_size=width,
@@ -150,12 +151,17 @@ def synthetic(
 
 def _write_zeros(path: Path, tensors: Iterable[tuple[TensorRole, tuple[int, ...]]]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    begin = 0
+    begin, ends = 0, []
     for role, shape in tensors:
         dtype = "F32" if role.role in FP32_ROLES else "BF16"
         end = begin + math.prod(shape) * (4 if dtype == "F32" else 2)
         header[role.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        ends += [begin, end - 2]
         begin = end
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(path, 8 + len(text) + begin)
+    with path.open("r+b") as stream:
+        for place in ends:
+            stream.seek(8 + len(text) + place)
+            stream.write(b"\x80\x3f")  # 1.0 in BF16, the upper half of 1.0 in FP32

@@ -49,6 +49,7 @@ from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME
 from beamq.model.logits import token_rows
 from beamq.options import from_keywords, ignore, takes
+from beamq.plan.content import refuse_zeros
 from beamq.ranks import Ranks, current_ranks
 
 DEFAULT_SIZE = {"cuda": (64, 2048), "cpu": (16, 512)}
@@ -238,6 +239,8 @@ def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> li
         refuse_unfinished(user_path(path))
     budget = DEFAULT_CACHE_BYTES // ranks.world
     opened = [stack.enter_context(open_checkpoint(path, cache_bytes=budget)) for path in paths]
+    for checkpoint in opened:
+        refuse_zeros(checkpoint)
     labels = [checkpoint.label for checkpoint in opened]
     models = []
     for place, checkpoint in enumerate(opened):

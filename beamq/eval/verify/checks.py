@@ -71,6 +71,7 @@ _TENSORS = {
     "values.row-scales": ("scales", "every FP8 row scale is finite and positive"),
     "values.codes": ("codes", "no FP8 code is NaN"),
     "values.finite": ("tensors", "no high-precision tensor holds NaN or infinity"),
+    "values.zeros": ("tensors", "no tensor that must hold values is all zero"),
     "values.second-opinion": ("linears", "another library decodes a sample to the same values"),
 }
 _SOURCE = {
@@ -110,7 +111,7 @@ NEEDS_QUANTIZED = tuple(
     name
     for name in CHECKS
     if name.startswith(("config.", "scales.", "engine.", "values.", "source.bound"))
-    and name not in ("config.model", "config.dtype", "values.finite")
+    and name not in ("config.model", "config.dtype", "values.finite", "values.zeros")
 )
 
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, expected_tensors, is_scale, role_of
-from beamq.errors import ConfigError, counted
+from beamq.errors import BeamqError, ConfigError, counted
 from beamq.eval.compare.footprint import stored_format
 from beamq.eval.verify.checks import Ledger
 from beamq.eval.verify.folder import HF_QUANT_NAME, named_files, optional_json, read_shards
-from beamq.io.checkpoint import open_files
+from beamq.io.checkpoint import open_checkpoint, open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
 from beamq.io.journal import refuse_unfinished
@@ -29,6 +29,7 @@ from beamq.io.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
 from beamq.options import takes
+from beamq.plan.content import REMEDY, zero_faults
 from beamq.plan.sources import missing_tensors, packed_part
 
 
@@ -119,6 +120,8 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     notes += _file_notes(files.names(), ledger, index, tensors)
     notes += _claim_notes(form, declared, made_by_beamq=data is not None)
     notes += _tensor_notes(tensors, config)
+    with suppress(BeamqError), open_checkpoint(name) as opened:
+        notes += [f"{where} {what}; {REMEDY}" for where, what in zero_faults(opened)]
     manifest = Manifest.parse(data or {})
     return Inspection(
         checkpoint=name,

@@ -44,6 +44,7 @@ from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.options import Flag, takes
+from beamq.plan.content import REMEDY, zero_faults
 from beamq.plan.sources import SourceRange
 from beamq.ranks import Ranks, cores_here, current_ranks
 
@@ -179,6 +180,9 @@ class _Pass:
         check_scalars(self.opened, inventory, ledger)
         if not every_byte:
             return None
+        ledger.examined("values.zeros", len(self.opened.tensors))
+        for where, what in zero_faults(self.opened):
+            ledger.fault("values.zeros", where, f"{what}; {REMEDY}")
         self.items = plan_items(inventory, ranges)
         return Examiner(self.opened, values, folder.manifest, manifest)
 
