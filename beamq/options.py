@@ -28,6 +28,7 @@ from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ParamSpec, TypeVar, cast
 
 from beamq.errors import UsageError, printable
+from beamq.notebook import in_notebook, notebook_bar
 from beamq.units import parse_size, parse_tokens
 
 P = ParamSpec("P")
@@ -91,8 +92,9 @@ def takes(*classes: type, **flags: Flag) -> Callable[[Callable[P, T]], Callable[
     """Decorate a public call: check its arguments, and describe the fields of `classes`, which it
     takes as its `**keywords` (`from_keywords` checks those). `flags` bound its own parameters.
 
-    `inspect.signature` shows every field with its default, and `help` describes it as well. Raises
-    `TypeError` for a keyword that is neither a field nor a parameter.
+    `inspect.signature` shows every field with its default, and `help` describes it as well. In a
+    notebook, progress that is reported to nobody is a bar. Raises `TypeError` for a keyword that is
+    neither a field nor a parameter.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -105,6 +107,8 @@ def takes(*classes: type, **flags: Flag) -> Callable[[Callable[P, T]], Callable[
             for each in fields(cls)
         ]
         signature = plain.replace(parameters=[*own.values(), *added])
+        names = ("on_progress", "progress", "on_layer")
+        progress = next((name for name in names if name in signature.parameters), None)
 
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> T:
@@ -121,7 +125,10 @@ def takes(*classes: type, **flags: Flag) -> Callable[[Callable[P, T]], Callable[
                 if name in own:
                     hint = str(own[name].annotation)
                     given.arguments[name] = read(value, name, hint, flags.get(name))
-            with _torch_as_it_comes():
+            with _torch_as_it_comes(), ExitStack() as stack:
+                if progress and progress not in keywords and in_notebook():
+                    bar = stack.enter_context(notebook_bar(function.__name__))
+                    return function(*given.args, **given.kwargs | {progress: bar})
                 return function(*given.args, **given.kwargs)
 
         call.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` looks for

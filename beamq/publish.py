@@ -31,6 +31,7 @@ from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_writer import PARTIAL
 from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
 from beamq.options import takes
+from beamq.units import short_repr
 from beamq.version import __version__
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class PushFile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushResult:
     """What was sent, or would be. `commit` and `url` are None for a dry run."""
+
+    __repr__ = short_repr
 
     repo: str
     revision: str

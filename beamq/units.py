@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Set
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from beamq.errors import UsageError
@@ -87,3 +89,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def short_repr(result: Any) -> str:
+    """A result in a line or two, however large the model: for notebooks and logs."""
+    shown = (f"{f.name}={_short(getattr(result, f.name))}" for f in fields(result) if f.repr)
+    return f"{type(result).__name__}({', '.join(shown)})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (Mapping, Set, list, tuple)) and value:
+        return f"<{len(value):,} in all>"
+    if isinstance(value, Path):
+        return repr(str(value))
+    return f"{type(value).__name__}(...)" if is_dataclass(value) else reprlib.repr(value)

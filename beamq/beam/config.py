@@ -22,6 +22,7 @@ from typing import Any
 
 from beamq.errors import ConfigError, counted, shown_value
 from beamq.io.files import read_json_object
+from beamq.units import short_repr
 
 MODEL_TYPE = "beam"
 MAX_LAYERS = 4096
@@ -70,6 +71,8 @@ HARMLESS = frozenset(_HARMLESS.split())
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamConfig:
     """Beam's dimensions. `from_dict` raises `ConfigError` where they contradict each other."""
+
+    __repr__ = short_repr
 
     hidden_size: int
     intermediate_size: int

@@ -51,6 +51,7 @@ from beamq.beam.tensors import Role, classify, fused_group
 from beamq.errors import BeamqError, CalibrationError, ResumeError
 from beamq.io.safetensors_header import read_header
 from beamq.io.shard_writer import write_file
+from beamq.units import short_repr
 
 Floats = NDArray[np.float32]
 Counts = NDArray[np.int64]
@@ -84,6 +85,8 @@ class CalibrationStats:
     [E]. `data` is one record (`CalibrationData.to_dict`) for each data set that was merged in.
     `dropped_rows` counts tokens left out for non-finite values; `dropped_names` lists some.
     """
+
+    __repr__ = short_repr
 
     model_name: str
     model_fingerprint: str

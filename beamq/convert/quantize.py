@@ -35,6 +35,7 @@ from beamq.plan.plan import Plan, make_plan
 from beamq.plan.recipe import Recipe, load_recipe
 from beamq.ranks import Ranks, current_ranks
 from beamq.report.model_card import check_base_model
+from beamq.units import short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,8 @@ class QuantizeResult:
     `engine` says on which device and threads it ran, "" for a dry run. `stats` are those of a
     calibration in the same run; None where there was none, or nothing was left to do.
     """
+
+    __repr__ = short_repr
 
     output: Path
     plan: Plan

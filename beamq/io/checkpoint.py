@@ -28,6 +28,7 @@ from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import INDEX_NAME, LocalFiles, Prefetch, SourceFiles, check_index, weight_files
 from beamq.options import Flag, takes
+from beamq.units import short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,8 @@ HUB_STAMP = "hub:"  # what a repository's fingerprint begins with
 @dataclass(slots=True, kw_only=True)
 class Checkpoint:
     """An opened checkpoint. Reads are thread safe; `close` (or `with`) releases the files."""
+
+    __repr__ = short_repr
 
     config: dict[str, Any]
     tensors: dict[str, TensorSpec]

@@ -34,6 +34,7 @@ from beamq.plan import layout
 from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
 from beamq.plan.recipe import Recipe, load_recipe, matches
 from beamq.plan.sources import Companion, SourceMap, SourceRange, companion_files, map_sources
+from beamq.units import short_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +254,8 @@ class Work:
     `remote_shards` are the source's shards that have to be fetched first, with their bytes.
     """
 
+    __repr__ = short_repr
+
     config: BeamConfig
     source_fingerprint: str
     recipe_digest: str
@@ -297,6 +300,8 @@ class Work:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Work):
     """A quantization: the work, and all that reports and configs say of it."""
+
+    __repr__ = short_repr
 
     recipe: Recipe
     units: frozenset[layout.Unit]

@@ -3,7 +3,8 @@
 Results go to stdout, all else (what is about to happen, progress) to stderr, so that
 `beamq plan --json | jq` and `beamq verify > log` work. Commands hand over plain strings and
 `Table`s; nothing in them is taken for markup. Tables are 80 columns wide wherever they are printed,
-so that the same input gives the same text; colour appears on terminals only, never with NO_COLOR.
+so that the same input gives the same text, except on terminals that are narrower; colour appears on
+terminals only, never with NO_COLOR.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from rich.text import Text
 
 from beamq.errors import DiskError, printable
 from beamq.ranks import rank_here
-from beamq.report.tables import Table, terminal
+from beamq.report.tables import Table, least_width, stacked, terminal
 from beamq.units import plain, show_bytes, show_seconds
 
-WIDTH = 80
+WIDTH, LEAST_WIDTH = 80, 30
 LINE_SECONDS = 30.0  # between lines of progress where no bar can be drawn
 Advance = Callable[[int, int], None]
 """Takes bytes done and bytes in all; may be called from any thread."""
@@ -89,14 +90,15 @@ class Screen:
         if not sys.stderr.isatty():
             yield _Lines(doing).advance
             return
+        console = Console(file=sys.stderr, highlight=False)
+        wide = console.width >= WIDTH
         bar = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
+            *([BarColumn(bar_width=20)] if wide else []),
             TaskProgressColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            *([DownloadColumn(), TransferSpeedColumn()] if wide else []),
             TimeRemainingColumn(),
-            console=Console(file=sys.stderr, highlight=False),
+            console=console,
             transient=True,
         )
         task = bar.add_task(doing, total=None)
@@ -112,23 +114,28 @@ class Screen:
 
 
 class _Lines:
-    """`converting: 41% (120.50 GB of 293.62 GB) after 3 min 5 s`, every `LINE_SECONDS`."""
+    """`converting: 41% (120 GB of 290 GB) after 3 min, about 4 min left`, every `LINE_SECONDS`."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
         self._begun = self._said = time.monotonic()
+        self._first: tuple[float, int] | None = None
         self._lock = threading.Lock()
 
     def advance(self, done: int, total: int) -> None:
         """May be called from any thread, as often as there is something to say."""
         with self._lock:
             now = time.monotonic()
+            self._first = self._first or (now, done)  # a resumed run has done some already
             if now - self._said < LINE_SECONDS or not total:
                 return
             self._said = now
+            begun, had = self._first
+            rate = (done - had) / max(now - begun, 1e-9)
+            left = f", about {show_seconds((total - done) / rate)} left" if rate > 0 else ""
             line = (
                 f"{self._doing}: {done / total:.0%} ({show_bytes(done)} of {show_bytes(total)})"
-                f" after {show_seconds(now - self._begun)}"
+                f" after {show_seconds(now - self._begun)}{left}"
             )
             with suppress(DiskError):  # a log that cannot be written to must not end the run
                 _print(sys.stderr, [line])
@@ -143,23 +150,35 @@ def _print(stream: IO[str], blocks: Iterable[Block]) -> None:
     """Lay the blocks out for this stream, then write them at once."""
     styled = stream.isatty() and not os.environ.get("NO_COLOR")
     text = io.StringIO()
-    console = Console(file=text, force_terminal=styled, width=WIDTH, highlight=False)
+    width = _width(stream)
+    console = Console(file=text, force_terminal=styled, width=width, highlight=False)
     for block in blocks:
         if isinstance(block, Table):
             if block.title and block.rows:
-                console.print(Text(block.title, style="bold"), soft_wrap=True)
+                for line in _fill(block.title, width):
+                    console.print(Text(line, style="bold"), soft_wrap=True)
             if block.rows:
-                console.print(terminal(block, WIDTH))
-            lines = _fill(block.note) if block.note else []
+                narrow = width < WIDTH and least_width(block) > width
+                for table in stacked(block) if narrow else [block]:
+                    console.print(terminal(table, width))
+            lines = _fill(block.note, width) if block.note else []
         else:
-            lines = [block] if isinstance(block, Command) else _fill(block)
+            lines = [block] if isinstance(block, Command) else _fill(block, width)
         for line in lines:
             console.print(Text(printable(line, len(line))), soft_wrap=True)
     _write(stream, "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
 
 
-def _fill(prose: str) -> list[str]:
-    return textwrap.wrap(prose, WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+def _width(stream: IO[str]) -> int:
+    """Columns of a terminal that is narrower than `WIDTH`; else `WIDTH`."""
+    with suppress(OSError, ValueError):
+        if columns := os.get_terminal_size(stream.fileno()).columns:
+            return max(LEAST_WIDTH, min(WIDTH, columns))
+    return WIDTH
+
+
+def _fill(prose: str, width: int) -> list[str]:
+    return textwrap.wrap(prose, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _write(stream: IO[str], text: str) -> None:

@@ -32,6 +32,7 @@ LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
 LEGEND = "TP: tensor parallel, EP: expert parallel"
 FORMAT_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "bf16": "BF16", "fp16": "FP16", "fp32": "FP32"}
 BETWEEN, LEAST_ROOM = 2, 20  # characters between columns, and the least for a last one of text
+LEAST_TEXT = 12  # and for any column of text on a narrow terminal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,23 @@ class Table:
                 for row in self.rows
             ],
         )  # fmt: skip
+
+
+def least_width(table: Table) -> int:
+    """Characters that a table needs: its figures whole, its text in short lines."""
+    cells = zip(*table.rows, strict=True)
+    widths = [
+        max(len(name), *map(len, column)) if right else min(LEAST_TEXT, max(map(len, column)))
+        for (name, right), column in zip(table.columns(), cells, strict=True)
+    ]
+    return sum(widths) + BETWEEN * (len(widths) - 1)
+
+
+def stacked(table: Table) -> list[Table]:
+    """A table for each row, with a line for each column, where all columns do not fit abreast."""
+    names = [name for name, _ in table.columns()]
+    rows = [[pair for pair in zip(names, row, strict=True) if any(pair)] for row in table.rows]
+    return [Table(rows=[*row, ("", "")]) for row in rows]
 
 
 def _clip(text: str, width: int) -> str:

@@ -21,7 +21,7 @@ from beamq.eval.compare.metrics import Divergence, LayerError
 from beamq.eval.compare.weight_error import WeightError
 from beamq.io.safetensors_header import few
 from beamq.plan.recipe import Bounds
-from beamq.units import plain, show_bytes
+from beamq.units import plain, short_repr, show_bytes
 
 SCHEMA = 1
 NAMED_LAYERS = 3
@@ -62,6 +62,8 @@ class SafetyVerdict:
 class Candidate(Findings):
     """One candidate: what was found of it, the verdict, and the machines that fit it only."""
 
+    __repr__ = short_repr
+
     model: ComparedModel
     verdict: SafetyVerdict
     newly_fits: tuple[Fitting, ...]
@@ -85,6 +87,8 @@ class Candidate(Findings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The source, and each candidate against it. `data` is the record of the text."""
+
+    __repr__ = short_repr
 
     source: ComparedModel
     candidates: tuple[Candidate, ...]

@@ -52,7 +52,7 @@ from beamq.options import from_keywords, ignore, takes
 from beamq.plan.layout import Unit
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
-from beamq.units import plain
+from beamq.units import plain, short_repr
 
 PATTERNS = {
     Role.EXPERT: "model.layers.{}.mlp.experts*",
@@ -103,6 +103,8 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
     """What was measured. `recipe` is beamq.json's, or None; `mean_kld` is the candidate's own."""
+
+    __repr__ = short_repr
 
     source: str
     checkpoint: str

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from beamq.errors import printable
+from beamq.units import short_repr
 
 Status = Literal["pass", "warn", "fail", "skip"]
 Level = Literal["structure", "tensors", "source", "forward"]
@@ -142,6 +143,8 @@ class RoleError:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
     """All checks in the order of `CHECKS`, and what was measured meanwhile."""
+
+    __repr__ = short_repr
 
     checkpoint: str
     level: str

@@ -31,6 +31,7 @@ from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
 from beamq.options import takes
 from beamq.plan.content import REMEDY, zero_faults
 from beamq.plan.sources import missing_tensors, packed_part
+from beamq.units import short_repr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class RoleShare:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
     """A checkpoint in brief. `format` is that of the tensors, `declared` what the config claims."""
+
+    __repr__ = short_repr
 
     checkpoint: str
     format: str

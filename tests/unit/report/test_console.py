@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -60,8 +62,24 @@ def test_a_terminal_gets_colour_unless_refused(
     assert "converting" in _on_terminal(converting, repo, environment)
 
 
-def _on_terminal(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+def test_a_narrow_terminal_breaks_no_figure(beam_nano: Path, repo: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
+    environment.pop("COLUMNS", None)
+    text = _on_terminal(_command("plan", beam_nano), repo, environment, columns=50)
+    lines = text.replace("\r", "").splitlines()
+    assert max(map(len, lines)) <= 50
+    for row in ("expert", "parameters +1.97 M", "becomes +NVFP4", "H100 80 GB", "x16 +"):
+        assert any(re.search(row, line) for line in lines), row
+    converting = _command("quantize", beam_nano, tmp_path / "out", "--no-calibration", "-q")
+    assert "quantized" in _on_terminal(converting, repo, environment, columns=50)
+
+
+def _on_terminal(
+    command: list[str], folder: Path, environment: dict[str, str], columns: int = 0
+) -> str:
     ours, theirs = pty.openpty()
+    if columns:
+        termios.tcsetwinsize(ours, (24, columns))
     process = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment
     )
@@ -151,9 +169,15 @@ def test_a_log_shows_life(
         for now in (0.0, 10.0, 29.0, 31.0, 40.0, 59.0, 65.0):
             advance(round(now * 1e9), 100_000_000_000)
     assert capsys.readouterr().err.splitlines() == [
-        "converting: 31% (31.00 GB of 100.00 GB) after 31.0 s",
-        "converting: 65% (65.00 GB of 100.00 GB) after 65.0 s",
+        "converting: 31% (31.00 GB of 100.00 GB) after 31.0 s, about 69.0 s left",
+        "converting: 65% (65.00 GB of 100.00 GB) after 65.0 s, about 35.0 s left",
     ]
+    now = 0.0
+    with Screen().progress("converting") as advance:  # a resumed run: 60 GB are there already
+        assert advance is not None
+        for now in (0.0, 40.0):
+            advance(round(now * 5e8) + 60_000_000_000, 100_000_000_000)
+    assert capsys.readouterr().err.endswith("after 40.0 s, about 40.0 s left\n")
     with Screen(quiet=True).progress("converting") as advance:
         assert advance is None
     monkeypatch.setenv("RANK", "1")
