@@ -12,6 +12,7 @@ keep their temporary names) and raises the first failure.
 
 from __future__ import annotations
 
+import math
 import queue
 import struct
 import threading
@@ -20,10 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from beamq.errors import Interrupted
+from beamq.errors import Interrupted, TensorError
 from beamq.io.journal import Journal, ShardRecord
 from beamq.io.manifest import Checksum, new_checksum
 from beamq.io.shard_writer import OutputTensor, ShardWriter
+from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Job, Nvfp4Outputs, Work
 
 
@@ -104,6 +106,7 @@ def f32_bytes(value: float) -> memoryview:
 
 
 MAX_OPEN_SHARDS = 16
+MAX_UNDERFLOW_SHARE = 0.9  # of a group's blocks; `verify --source` names the linears below that
 
 
 class OpenShards:
@@ -163,7 +166,17 @@ class OpenShards:
             return writer
 
     def add(self, job: Job, result: JobResult) -> None:
-        """All bytes of a job are written; the last job of a shard hands it to the finisher."""
+        """All bytes of a job are written; the last job of a shard hands it to the finisher.
+
+        Raises `TensorError` where nearly all of an NVFP4 group became zero.
+        """
+        blocks = sum(math.prod(member.source.shape) for member in job.members) / NVFP4_BLOCK
+        if result.underflow_blocks > MAX_UNDERFLOW_SHARE * blocks:
+            raise TensorError(
+                f"{job.members[0].source.spec.file}: {job.group}: {result.underflow_blocks:,} of"
+                f" {blocks:,.0f} blocks would become zero, because its largest value is far above"
+                " the others; repair the source, or keep it in high precision with --exclude"
+            )
         with self._lock:
             self._results.setdefault(job.shard, []).append(result)
             self._jobs_left[job.shard] -= 1

@@ -383,3 +383,20 @@ def test_a_sweep_changes_codes_and_block_scales_only(beam_nano: Path, tmp_path: 
         name.removesuffix(".weight_scale") for name in plain if name.endswith(".weight_scale")
     }
     assert all(plain[name][:2] == swept[name][:2] for name in plain)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_group_that_one_weight_turns_to_zeros_is_refused(
+    nano_copy: Path, tmp_path: Path, workers: int
+) -> None:
+    """The shared scale of gate and up follows one wild weight, and the rest would decode to 0."""
+    name = "model.layers.4.mlp.experts.6.up_proj.weight"
+
+    def change(tensors: st.Tensors) -> None:
+        dtype, shape, data = tensors[name]
+        tensors[name] = (dtype, shape, b"\x7f\x7f" + data[2:])  # 3.39e38
+
+    st.edit(nano_copy / "model.safetensors", change)
+    with pytest.raises(TensorError, match=r"experts\.6\.gate_up: 1,023 of 1,024 blocks would"):
+        convert(nano_copy, tmp_path / "out", workers=workers)
+    convert(nano_copy, tmp_path / "out", overwrite=True, exclude=("layers.4.mlp.experts",))

@@ -43,7 +43,7 @@ from tests.helpers import safetensors_edit as st
 from tests.helpers.free_ports import free_port
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
-SAMPLE = 4096  # of a tensor, read for the model's digest
+SAMPLE = 4096  # of a tensor, one read for the model's digest, three to find zeros
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -188,7 +188,7 @@ def test_each_source_byte_is_read_once(
                 Role.EXPERT, Role.DENSE_MLP, Role.ATTENTION, Role.EMBEDDING, Role.HEAD
             )  # fmt: skip
             again = nbytes if small else 0
-            assert nbytes <= read[name] <= nbytes + again + SAMPLE, name
+            assert nbytes <= read[name] <= nbytes + again + 4 * SAMPLE, name
             large += 0 if small else nbytes
     assert large > 0.98 * plan.source_nbytes
 
@@ -432,7 +432,7 @@ def test_the_state_of_the_pass_has_to_fit_the_disk_too(
     room = output_folder.disk_nbytes(plan, 0) + states
     monkeypatch.setattr(output_folder, "free_nbytes", lambda output: room - 1)
     with pytest.raises(DiskError, match="free space or choose another disk"):
-        quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=0, **SMALL)
+        quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=1, **SMALL)
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(output_folder, "free_nbytes", lambda output: room)
-    quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=0, **SMALL)
+    quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=1, **SMALL)

@@ -495,25 +495,25 @@ case("nvfp4", "one code off by a step", lambda f: flip(f, f"{EXPERT}.up_proj.wei
 case("nvfp4", "block scale off by a step", lambda f: flip(
     f, f"{EXPERT}.down_proj.weight_scale", 7), "source.bound", where=f"{EXPERT}.down_proj")
 case("nvfp4", "swapped experts", lambda f: swap(
-    f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"), "source.bound",
-    where=f"{EXPERT}.up_proj")
+    f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"),
+    "source.bound", "source.error", where=f"{EXPERT}.up_proj")
 case("nvfp4-max", "block scale off by a step", lambda f: flip(
     f, f"{EXPERT}.down_proj.weight_scale", 7), "source.bound", where=f"{EXPERT}.down_proj")
 case("nvfp4-gptq", "swapped experts", lambda f: swap(
-    f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"), "source.bound",
-    where=f"{EXPERT}.up_proj")
+    f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"),
+    "source.bound", "source.error", where=f"{EXPERT}.up_proj")
 case("nvfp4-gptq", "one row of another", lambda f: poke(
     f, f"{EXPERT}.up_proj.weight", read(f, f"{EXPERT}.up_proj.weight")[:64], 5 * 64),
     "source.bound", where="1 of 64 rows")
 case("nvfp4-gptq", "scales doubled", scalar("weight_scale_2", 0.001, f"{EXPERT}.down_proj"),
-     "source.bound", where=f"{EXPERT}.down_proj")
+     "source.bound", "source.error", where=f"{EXPERT}.down_proj")
 case("nvfp4", "global scale doubled", scalar("weight_scale_2", 0.01, f"{EXPERT}.down_proj"),
-     "source.bound", where=f"{EXPERT}.down_proj")
+     "source.bound", "source.error", where=f"{EXPERT}.down_proj")
 case("fp8", "swapped experts", lambda f: swap(
-    f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"), "source.bound",
-    where=f"{EXPERT}.up_proj")
+    f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"),
+    "source.bound", "source.error", where=f"{EXPERT}.up_proj")
 case("fp8", "row scale off", lambda f: flip(f, f"{ATTENTION}.q_proj.weight_scale", 2, 0x40),
-     "source.bound", where=f"{ATTENTION}.q_proj")
+     "source.bound", "source.error", where=f"{ATTENTION}.q_proj")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.recipe}: {c.title}")

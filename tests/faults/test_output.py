@@ -319,7 +319,7 @@ def test_verify_names_it_and_exits_1(
 def test_a_shard_from_another_run_exits_1(
     run: Run, finished: Path, nano_copy: Path, tmp_path: Path
 ) -> None:
-    flip(nano_copy, f"{MODULE}.weight", 1, 0x40)
+    flip(nano_copy, f"{MODULE}.weight", 1, 0x02)
     convert(nano_copy, tmp_path / "b", max_shard_bytes=1_000_000)
     folder = shutil.copytree(finished, tmp_path / "a")
     shard = find(folder, f"{MODULE}.weight").file

@@ -82,6 +82,7 @@ _SOURCE = {
     "source.router": ("tensors", "router weights and biases equal the source's bit for bit"),
     "source.copied": ("tensors", "the rest equals the source, or what it decodes to, bit for bit"),
     "source.bound": ("elements", "every quantized element is within the bound of its recipe"),
+    "source.error": ("linears", "every linear's relative error is within its recipe's bound"),
 }
 _FORWARD = {
     "forward.runs": ("models", "the model runs next to its source, and all logits are finite"),
@@ -111,7 +112,7 @@ ENGINES = {"vLLM": "engine.vllm", "SGLang": "engine.sglang", "transformers": "en
 NEEDS_QUANTIZED = tuple(
     name
     for name in CHECKS
-    if name.startswith(("config.", "scales.", "engine.", "values.", "source.bound"))
+    if name.startswith(("config.", "scales.", "engine.", "values.", "source.bound", "source.error"))
     and name not in ("config.model", "config.dtype", "values.finite", "values.zeros")
 )
 

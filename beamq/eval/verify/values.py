@@ -17,6 +17,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -24,17 +25,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole
+from beamq.errors import RecipeError
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger, RoleError
 from beamq.eval.verify.checksums import NOT_WRITTEN, Readers
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.io.manifest import Manifest, new_checksum
+from beamq.io.manifest import MANIFEST_NAME, Manifest, new_checksum
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
 from beamq.plan.layout import quantized_tensors
+from beamq.plan.recipe import parse_recipe
 from beamq.plan.sources import SourceRange
 
 PIECE_BYTES = 1 << 20
+LOOSEST_WEIGHT_ERROR = {NVFP4: 0.25, FP8: 0.04}  # of the built-in recipes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +322,21 @@ class Examiner:
             reason = f"{some} are not rounded to the nearest code"
             where = f"the first is at {list(outcome.first_place)}"
             outcome.fault("source.bound", item.role.module, f"{reason}, {where}")
+        if item.linear is not None and outcome.sums.elements:
+            outcome.examined["source.error"] = 1
+            error, bound = outcome.sums.relative_rms, self._weight_error(item.linear.format)
+            if error > bound:
+                reason = f"an error of {error:.3f} of the weight's size, expected at most {bound:g}"
+                remedy = "keep the linear in high precision with --exclude"
+                outcome.fault("source.error", item.role.module, f"{reason}; {remedy}")
         return outcome
+
+    def _weight_error(self, fmt: str) -> float:
+        """The bound of the folder's recipe, or else the loosest of a built-in one."""
+        named, bound = self._manifest and self._manifest.recipe, None
+        with suppress(RecipeError):
+            bound = parse_recipe(named, origin=MANIFEST_NAME).bounds.weight_error if named else None
+        return bound or LOOSEST_WEIGHT_ERROR[fmt]
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
         buffers: dict[str, bytearray] = self._buffers.__dict__

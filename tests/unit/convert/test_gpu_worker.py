@@ -170,8 +170,8 @@ def test_counts_of_zeros_and_underflow(
             dtype, shape, data = tensors[f"{EXPERT}.{proj}.weight"]
             tensors[f"{EXPERT}.{proj}.weight"] = (dtype, shape, bytes(len(data)))
         dtype, shape, data = tensors[f"{EXPERT}.down_proj.weight"]
-        tiny = struct.pack("<16H", *[0x2000] * 16)  # 1e-19
-        huge = struct.pack("<H", 0x4F00)
+        tiny = struct.pack("<16H", *[0x2000] * 16)  # 1e-19, which underflows
+        huge = struct.pack("<H", 0x4300)  # 128
         rest = data[len(tiny) + 64 + 2 :]
         tensors[f"{EXPERT}.down_proj.weight"] = (dtype, shape, tiny + bytes(64) + huge + rest)
 
