@@ -153,8 +153,14 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
         scales = (manifest.get("input_scales") or {}).get("description", "unknown")
         rows.insert(4, ("input scales", str(scales)))
     rows += _counts(manifest.get("counts") or {})
+    missing: list[Block] = []
+    if str((manifest.get("input_scales") or {}).get("description")).startswith("not calibrated"):
+        missing.append(
+            "Calibration is missing: the same command with --overwrite instead of --no-calibration"
+            " adds it."
+        )
     verify = shlex.join(["beamq", "verify", str(result.output), "--source", source])
-    return [Table(rows=rows), "", Command(f"next: {verify}")]
+    return [Table(rows=rows), "", *missing, Command(f"next: {verify}")]
 
 
 def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -62,6 +62,9 @@ def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
     screen.show(lambda: {"command": "inspect", **found.to_dict()}, lambda: inspect_blocks(found))
 
 
+CODES = {"U8": "NVFP4 (U8)", "F8_E4M3": "FP8 (F8_E4M3)"}
+
+
 def inspect_blocks(found: Inspection) -> list[Block]:
     """The checkpoint at a glance, its parts, and what is odd about it."""
     from beamq.report.tables import FORMAT_NAMES, Table
@@ -86,7 +89,7 @@ def inspect_blocks(found: Inspection) -> list[Block]:
     for part in found.roles:
         share = f"{part.quantized_parameters / part.parameters:.1%}" if part.parameters else ""
         sizes = f"{part.tensors:,}", show_count(part.parameters), share, show_bytes(part.nbytes)
-        parts.append((part.role, *sizes, ", ".join(part.dtypes)))
+        parts.append((part.role, *sizes, ", ".join(CODES.get(d, d) for d in part.dtypes)))
     head = ("part", "tensors", "parameters", "quantized", "bytes", "stored as")
     blocks: list[Block] = [Table(rows=[(label, value) for label, value in rows if value]), ""]
     blocks.append(Table(head=head, align="lrrrrl", rows=parts))

@@ -43,7 +43,9 @@ class PlanOptions:
     recipe: str = option("nvfp4", RECIPE)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
-    gpu: str | None = option(None, "Show one machine in full, such as h200:8.", metavar="NAME[:N]")
+    gpu: str | None = option(
+        None, "Show one machine in full, such as h200:8 or mine=96GB:8.", metavar="NAME[:N]"
+    )
     context: int | None = option(
         None,
         "Length of a sequence in tokens, such as 128k.",

@@ -21,6 +21,7 @@ own memory when it starts.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import Role
 from beamq.errors import UsageError
 from beamq.io.safetensors_header import ITEMSIZE
+from beamq.options import did_you_mean
 from beamq.plan.layout import NVFP4_BLOCK, Unit, quantized_tensors
+from beamq.units import parse_size
 
 BATCHED_TOKENS = 8192  # tokens of one step that activations are allowed for
 BATCHED_SEQUENCES = 1024  # sequences whose FP32 logits are allowed for
@@ -255,6 +258,8 @@ class Gpu:
     nbytes: int
 
 
+# Memory as in NVIDIA's support matrix (docs.nvidia.com/nim/large-language-models); that of the RTX
+# PRO 6000 (Blackwell) as in its datasheet.
 GPUS = (
     Gpu(name="h100", label="H100 80 GB", nbytes=80_000_000_000),
     Gpu(name="h200", label="H200 141 GB", nbytes=141_000_000_000),
@@ -265,19 +270,39 @@ GPUS = (
 _OTHER_NAMES = {"gb300": "b300", "rtxpro6000": "rtx-pro-6000", "rtx6000": "rtx-pro-6000"}
 
 
+_MACHINE = re.compile(r"(?:([0-9]+) ?[x*] ?)?(.*?)(?: ?(?::|(?<=[0-9b])[x*]| [x*]) ?(-?[0-9]*))?")
+
+
 def parse_gpu(text: str) -> tuple[Gpu, int | None]:
-    """`h200:8` -> (H200, 8); `h200` -> (H200, None). Raises `UsageError`."""
-    name, _, number = text.strip().lower().replace("_", "-").partition(":")
-    name = _OTHER_NAMES.get(name, name)
-    gpu = next((gpu for gpu in GPUS if gpu.name == name), None)
-    if gpu is None:
-        known = ", ".join(gpu.name for gpu in GPUS)
-        raise UsageError(f"--gpu {text!r}: unknown GPU; known are {known} (for example h200:8)")
-    if not number and ":" not in text:
+    """`h200:8` or `8xh200` -> (H200, 8); `h200` -> (H200, None). `mine=96GB:8` or `96GB:8` is a GPU
+    of that memory. Raises `UsageError`."""
+    found = _MACHINE.fullmatch(text.strip().lower().replace("_", "-"))
+    first, name, last = found.groups() if found else (None, "", None)
+    gpu = _gpu(name, text)
+    number = last if first is None else first
+    if number is None:
         return gpu, None
-    if not (number.isascii() and number.isdigit()) or not 1 <= int(number[:6]) <= 1024:
+    if (first and last is not None) or not number.isdecimal() or not 1 <= int(number[:6]) <= 1024:
         raise UsageError(f"--gpu {text!r}: the count must be from 1 to 1024, as in h200:8")
     return gpu, int(number)
+
+
+def _gpu(name: str, text: str) -> Gpu:
+    """A GPU by its name, or by its memory. Raises `UsageError`."""
+    known = {gpu.name: gpu for gpu in GPUS}
+    known |= {other: known[usual] for other, usual in _OTHER_NAMES.items()}
+    own, equals, size = name.partition("=")
+    if equals or own[:1].isdigit():
+        nbytes = parse_size(size or own, f"--gpu {text!r}:")
+        label = f"{own if equals else ''} {nbytes / 1e9:g} GB".lstrip()
+        return Gpu(name=own or size, label=label, nbytes=nbytes)
+    if name not in known:
+        raise UsageError(
+            f"--gpu {text!r}: unknown GPU; known are {', '.join(sorted(known))} (for example"
+            f" h200:8); for another give its memory, as in {name[:20] or 'mine'}=96GB:8"
+            f"{did_you_mean(name, known)}"
+        )
+    return known[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

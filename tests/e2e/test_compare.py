@@ -276,7 +276,7 @@ def test_the_command(
     )
     assert code == 0
     assert max(map(len, text.splitlines())) <= 80
-    for name in ("Mean KLD", "Same top p", "ln(PPL(Q)/PPL(base))", "in BF16", "Safe to serve"):
+    for name in ("Mean KLD", "Same top p", "ln(PPL(Q)/PPL(base))", "in BF16", "Within bounds"):
         assert name in text, name
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "report.html",
@@ -336,7 +336,7 @@ def test_out_of_bounds_is_exit_code_1(
         "compare", beam_nano, folder, "--samples", "2", "--sequence-length", "64", "--quiet"
     )
     assert code == 1
-    assert "Not safe to serve: mean KLD" in text
+    assert "Out of bounds: mean KLD" in text
 
 
 def test_write_card(

@@ -89,7 +89,12 @@ def test_what_is_not_finite_is_null(comparison: Comparison) -> None:
 
 def test_markdown_tables_are_whole(comparison: Comparison) -> None:
     text = report_markdown(comparison)
-    for name in ("Is it safe to serve?", "Which layers hurt", "Memory", "| Mean KLD |"):
+    for name in (
+        "Within the recipe's bounds?",
+        "Which layers hurt",
+        "Memory",
+        "| Mean KLD |",
+    ):
         assert name in text
     assert "<img" not in text
     for block in text.split("\n\n"):
@@ -159,7 +164,7 @@ def chromium(tmp_path: Path) -> Any:
 
 def test_chromium_shows_everything(report: Path, chromium: Any) -> None:
     dom = chromium(report, "--dump-dom")
-    for text in ("Is it safe to serve?", "Safe to serve: ", "Mean KLD", "Router agreement",
+    for text in ("Within the recipe's bounds?", "Within bounds: ", "Mean KLD", "Router agreement",
                  "KL divergence of single tokens", "Weights on each GPU",
                  "kept in BF16, they would take", "mlp.experts"):  # fmt: skip
         assert text in dom, text

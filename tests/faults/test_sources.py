@@ -714,3 +714,16 @@ def test_dtypes_that_disagree_are_said(nano_copy: Path) -> None:
         "1 router tensor is not FP32 in the source (a cast before saving? model.layers.5" in notes
     )
     assert "1 tensor is F32 in the source (model.norm.weight); what is not quantized" in notes
+
+
+def test_a_folder_of_the_hubs_cache_names_its_snapshots(
+    run: Run, beam_nano: Path, tmp_path: Path
+) -> None:
+    cached = tmp_path / "models--org--name"
+    (cached / "snapshots" / "abc").parent.mkdir(parents=True)
+    (cached / "snapshots" / "abc").symlink_to(beam_nano)
+    for command in ("plan", "inspect", "verify"):
+        code, _, err = run(command, cached)
+        assert code == 3
+        assert "give one of its snapshots: snapshots/abc" in err
+    assert run("plan", cached / "snapshots" / "abc")[0] == 0

@@ -518,6 +518,7 @@ def test_a_conversion_tells_what_it_does(run: Run, beam_nano: Path, tmp_path: Pa
     assert "Recipe nvfp4" in ran.err
     assert "54.3% of the weights" in ran.out
     assert ran.out.splitlines()[-1].startswith("next: beamq verify '")
+    assert "Calibration is missing" in ran.out
     assert ran.out.splitlines()[-1].endswith(f"--source {beam_nano}")
     assert "\x1b" not in ran.out + ran.err
     again = run("quantize", beam_nano, output, "--no-calibration", "--resume", "--json", "-q")
@@ -576,6 +577,7 @@ def test_inspect_tells(run: Run, beam_nano: Path, quantized: Path) -> None:
     text = run("inspect", quantized).out
     assert "NVFP4" in text
     assert "54.3% of 3.62 M parameters" in text
+    assert re.search(r"expert .* NVFP4 \(U8\)\n", text)
     assert run("inspect", quantized, "--json").json()["format"] == "nvfp4"
     assert run("inspect", beam_nano).code == 0
 

@@ -97,7 +97,7 @@ def compare(
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
     See `CompareOptions` and `CompareEvents` for the keywords. A candidate whose bytes are not those
-    in its beamq.json is judged not safe. Under torchrun, experts are split over ranks; all return
+    in its beamq.json is called damaged. Under torchrun, experts are split over ranks; all return
     or raise the same, and only the first one calls `on_start` and `on_result`. Raises `UsageError`
     for options, `ConfigError` for a candidate that is another model, `CalibrationError` for data,
     what reading checkpoints and `on_result` raise, and `EnvironmentFault` for a lost rank.

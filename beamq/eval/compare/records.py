@@ -1,8 +1,8 @@
 """The records of a comparison, with fields as the keys of `report.json`, and the verdict in words.
 
 In: what was found of each candidate, its bounds and sizes. Out: a `Comparison`, each candidate with
-a `SafetyVerdict`: safe to serve or not, which layers hurt, what BF16 there would cost. Every
-sentence of it states figures; a figure without a bound is stated and not judged.
+a `SafetyVerdict`: within the recipe's bounds or not, which layers hurt, what BF16 would cost there.
+Every sentence of it states figures; a figure without a bound is stated and not judged.
 
 docs/report-schema.md describes `Comparison.to_dict`; `SCHEMA` rises when a key changes its meaning
 or is removed.
@@ -109,8 +109,6 @@ class Comparison:
 
 # --- the verdict --------------------------------------------------------------------------------
 
-_WORDS = {True: "Safe to serve", False: "Not safe to serve", None: "Not judged"}
-
 
 def judge(
     findings: Findings,
@@ -134,22 +132,22 @@ def judge(
     if damaged := findings.damaged:
         parts.insert(0, "All figures describe a damaged copy.")
         headline = (
-            f"{counted(len(damaged), 'tensor does', 'tensors do')} not match the checksums in"
-            f" beamq.json ({few(damaged)}); `beamq verify` says more."
+            f"Damaged: {counted(len(damaged), 'tensor does', 'tensors do')} not match the checksums"
+            f" in beamq.json ({few(damaged)}); `beamq verify` says more."
         )
     elif broken:
         where = "" if parting is None else f"; it departs from the source at layer {parting}"
-        headline = f"{broken[0].text}{where}."
+        headline = f"Out of bounds: {broken[0].text}{where}."
     elif seen.exact:
-        headline = "all next-token distributions are exactly the source's."
+        headline = "Within bounds: all next-token distributions are exactly the source's."
     elif limits.recipe is None:
         safe = None
-        headline = "nothing is quantized here, so no recipe's bounds apply."
+        headline = "Not judged: nothing is quantized here, so no recipe's bounds apply."
     else:
-        headline = "every figure is within the bounds of its recipe."
+        headline = "Within bounds: all figures that the recipe bounds are within them on this text."
     return SafetyVerdict(
         safe=safe,
-        headline=f"{_WORDS[safe]}: {headline}",
+        headline=headline,
         text=" ".join(filter(None, parts)),
         breaches=broken,
         parting_layer=parting,

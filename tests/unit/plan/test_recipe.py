@@ -149,3 +149,10 @@ def test_what_a_set_holds_is_no_group(expression: str, module: str, found: bool)
 def test_a_repeated_group_behind_a_set_is_refused(before: str) -> None:
     with pytest.raises(RecipeError, match="a repeated group, which could take exponential time"):
         matches(f"re:{before}(a+)+", "a")
+
+
+def test_built_in_names_in_other_spellings() -> None:
+    for name in ("NVFP4", "Nvfp4_MLP", "FP8_experts"):
+        assert load_recipe(name) == load_recipe(name.lower().replace("_", "-"))
+    with pytest.raises(RecipeError, match=r"no recipe named 'nvfp4-mpl'.*did you mean 'nvfp4-mlp'"):
+        load_recipe("nvfp4-mpl")

@@ -229,6 +229,11 @@ def test_fp8_cache_holds_twice_the_sequences(full_size: BeamConfig) -> None:
         ("H100", "h100", None),
         ("gb300:4", "b300", 4),
         ("RTX_PRO_6000:2", "rtx-pro-6000", 2),
+        ("rtx6000", "rtx-pro-6000", None),
+        ("rtx6000x8", "rtx-pro-6000", 8),
+        ("8xh100", "h100", 8),
+        ("8 x H100", "h100", 8),
+        ("h100 x 8", "h100", 8),
     ],
 )
 def test_gpu_names(text: str, name: str, count: int | None) -> None:
@@ -236,7 +241,43 @@ def test_gpu_names(text: str, name: str, count: int | None) -> None:
     assert (found.name, number) == (name, count)
 
 
-@pytest.mark.parametrize("text", ["", "a100", "h200:", "h200:0", "h200:x", "h200:-1", "h200:9999"])
+@pytest.mark.parametrize(
+    ("text", "name", "label", "count"),
+    [
+        ("mygpu=96GB:8", "mygpu", "mygpu 96 GB", 8),
+        ("MyGPU=1.5TB", "mygpu", "mygpu 1500 GB", None),
+        ("96GB:8", "96gb", "96 GB", 8),
+        ("96GBx8", "96gb", "96 GB", 8),
+        ("4x96GB", "96gb", "96 GB", 4),
+    ],
+)
+def test_gpus_by_memory(text: str, name: str, label: str, count: int | None) -> None:
+    found, number = parse_gpu(text)
+    assert (found.name, found.label, number) == (name, label, count)
+    assert found.nbytes == (1_500_000_000_000 if "TB" in text else 96_000_000_000)
+
+
+def test_an_unknown_gpu_is_answered_with_what_is_known() -> None:
+    with pytest.raises(UsageError, match=r"gb300.*rtx6000.*did you mean 'h200'"):
+        parse_gpu("h210:8")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a100",
+        "h200:",
+        "h200:0",
+        "h200:x",
+        "h200:-1",
+        "h200:9999",
+        "8xh100:8",
+        "8x",
+        "x=",
+        "x=y",
+    ],
+)
 def test_unknown_gpus_are_usage_errors(text: str) -> None:
     with pytest.raises(UsageError, match="--gpu"):
         parse_gpu(text)
