@@ -301,7 +301,7 @@ def _check_foreign(config: dict[str, Any], built: BeamConfig) -> None:
             raise _fail(
                 key,
                 value,
-                f"{same or 'null'}; Beam has nothing else, so is this config.json another model's?",
+                f"{same or 'null or false'}; Beam has nothing else, so is this another's config?",
             )
 
 

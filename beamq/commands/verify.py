@@ -100,6 +100,7 @@ def inspect_blocks(found: Inspection) -> list[Block]:
 
 def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
     """Checks as a table (those skipped only if `verbose`), errors by part, lines of verdict."""
+    from beamq.eval.verify.checks import ENGINES
     from beamq.report.tables import Table
 
     checks = [
@@ -124,9 +125,12 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
         blocks += [Table(title=title, head=head, align="lr", rows=errors), ""]
     if report.plain:
         blocks.append(_plain(report))
-    loads = {True: "yes", False: "no", None: "no loader for this format"}
     if report.level != "quick":
-        answers = ", ".join(f"{engine} {loads[answer]}" for engine, answer in report.loads.items())
+        loads: dict[bool | None, str] = {True: " yes", False: " no"}
+        answers = ", ".join(
+            engine + loads.get(answer, f": {report.check(ENGINES[engine]).detail}")
+            for engine, answer in report.loads.items()
+        )
         blocks.append(f"Loads, by each engine's rules: {answers}.")
     blocks.append(_verdict(report))
     return blocks

@@ -107,7 +107,8 @@ def read_json_object(
     except ValueError as fault:
         raise error(f"{path}: not valid JSON: {str(fault)[:120]}") from None
     if not isinstance(parsed, dict):
-        raise error(f"{path}: holds a {type(parsed).__name__}, expected a JSON object")
+        kind = "null" if parsed is None else f"a {type(parsed).__name__}"
+        raise error(f"{path}: holds {kind}, expected a JSON object")
     return parsed
 
 

@@ -56,7 +56,7 @@ def matches(pattern: str, module: str) -> bool:
     `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
     `?` or `[`) that must match the whole name; otherwise a name: the whole module or consecutive
     dotted parts of it (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
-    for a regular expression that is invalid or could take exponential time (see `_slow`).
+    for a regular expression that is invalid or could take exponential time (see `slow_part`).
     """
     if pattern.startswith("re:"):
         return len(module) <= MAX_NAME and _compiled(pattern).fullmatch(module) is not None
@@ -76,7 +76,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         compiled = re.compile(pattern[3:])
     except (re.error, RecursionError, OverflowError) as fault:
         raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
-    slow = _slow(pattern[3:])
+    slow = slow_part(pattern[3:])
     if slow:
         raise RecipeError(
             f"pattern {pattern!r}: {slow}, which could take exponential time; simplify it"
@@ -84,7 +84,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return compiled
 
 
-def _slow(expression: str) -> str | None:
+def slow_part(expression: str) -> str | None:
     """What in a valid regular expression can take more than polynomial time to fail, or None.
 
     Exponential time needs a repeated group, or several optional items in a row.

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from beamq.cli import app
+from beamq.commands.verify import verify_blocks
 from beamq.convert.quantize import quantize
 from beamq.errors import (
     AlreadyQuantizedError,
@@ -362,6 +363,8 @@ case("nvfp4", "beamq.json with another size", manifest(lambda d: d["shards"][0].
      "manifest.present", where="model-00001", signed=False)
 case("nvfp4", "beamq.json lacks a tensor",
      manifest(lambda d: d["shards"][0]["tensors"].popitem()), "manifest.present", signed=False)
+case("nvfp4", "beamq.json with another kind of checksum",
+     manifest(lambda d: d.update(checksum="md5")), "manifest.present", signed=False)
 case("nvfp4", "not declared", config(lambda d: d.pop("quantization_config")), "config.declared",
      "config.fields", "config.agreement", "engine.sglang")
 case("nvfp4", "another algorithm", block(lambda d: d.update(quant_algo="NVFP4_AWQ")),
@@ -369,7 +372,9 @@ case("nvfp4", "another algorithm", block(lambda d: d.update(quant_algo="NVFP4_AW
 case("fp8", "another format", block(lambda d: d.update(format="naive-quantized")),
      "config.declared", "config.fields", *ENGINES, "engine.transformers")
 case("fp8", "another method", block(lambda d: d.update(quant_method="fp8")), "config.declared",
-     *ENGINES)
+     *ENGINES, where="quant_method is 'fp8'")
+case("fp8", "a pattern that could take for ever", ignoring("re:(a+)+x"), *ENGINES,
+     "engine.transformers", where="a repeated group")
 case("nvfp4", "no input_activations", group(lambda d: d.pop("input_activations")),
      "config.fields", "engine.vllm", "engine.vllm-wide", where="input_activations")
 case("nvfp4", "hf file lacks group_size", hf(lambda d: d.pop("group_size")), "config.fields",
@@ -460,6 +465,8 @@ case("fp8", "swapped tensors", swap_in_header, "checksums.tensors", "checksums.s
      signed=False)
 case("nvfp4", "changed header", manifest(lambda d: d["shards"][1].update(digest="0" * 32)),
      "checksums.shards", "checksums.files", where="model-00002", signed=False)
+case("nvfp4", "beamq.json without its list of files", manifest(lambda d: d.pop("files")),
+     "checksums.files", where="beamq.json", signed=False)
 case("nvfp4", "flipped bit in the tokenizer",
      lambda f: (f / "tokenizer.json").write_bytes(b"|" + (f / "tokenizer.json").read_bytes()[1:]),
      "checksums.files", where="tokenizer.json", signed=False)
@@ -696,6 +703,39 @@ def test_a_cut_shard_is_one_finding(
     assert set(report.loads.values()) == ({None} if level == "quick" else {False})
 
 
+def test_shards_that_are_gone_are_the_one_finding(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Beside the index, where that is gone as well."""
+    folder = Path(shutil.copytree(made("nvfp4"), tmp_path / "damaged"))
+    shards(folder)[1].write_bytes(b"")
+    (folder / INDEX_NAME).unlink()
+    report = verify(folder)
+    assert failed(report) == {"files.readable", "files.index", "checksums.files"}
+    assert report.check("checksums.files").where == (INDEX_NAME,)
+    assert report.check("files.readable").detail.count("download it again") == 1
+    for path in shards(folder):
+        path.unlink()
+    report = verify(folder)
+    assert failed(report) == {"files.readable", "checksums.files"}
+    assert "no model.safetensors and no" in report.failures[0].detail
+    (folder / INDEX_NAME).write_text("{}")
+    report = verify(folder)
+    assert failed(report) == {"files.index", "checksums.files"}
+    assert "has no weight_map; restore the file" in report.failures[0].detail
+
+
+def test_a_place_of_any_length_is_shown_in_a_line(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(made("nvfp4"), tmp_path / "damaged"))
+    hf(lambda d: d["exclude_modules"].append("x" * 5000))(folder)
+    (check,) = verify(folder, level="structure").failures
+    assert check.name == "config.agreement"
+    assert "xxx...: is ignored in hf_quant_config.json only" in check.detail
+    assert max(map(len, (check.detail, *check.where))) < 250
+
+
 @pytest.mark.parametrize("level", ["quick", "tensors"])
 def test_a_broken_config_leaves_the_checksums(
     level: Any, made: Callable[[str], Path], tmp_path: Path
@@ -756,6 +796,12 @@ def test_a_strangers_folder_that_one_engine_refuses(
     assert {name for name in failed(report) if name != "engine.vllm-wide"} == {
         "engine.vllm", "engine.sglang", "engine.transformers"}  # fmt: skip
     assert not any(report.loads.values())
+    block(lambda d: d.update(ignore=["lm_head", "re:(a+)+x"]))(folder)
+    block(lambda d: d["config_groups"]["group_0"].update(targets=["Linear"]))(folder)
+    report = verify(folder, level="structure")
+    assert report.ok, report.failures
+    assert set(report.loads.values()) == {None}
+    assert "a repeated group" in " ".join(map(str, verify_blocks(report, verbose=False)))
 
 
 def test_what_cannot_be_asked_is_an_error(

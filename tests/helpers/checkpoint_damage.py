@@ -117,7 +117,9 @@ def pack_layer_3(tensors: Tensors) -> None:
     prefix = "model.layers.3.mlp.experts"
     down = [tensors.pop(f"{prefix}.{e}.down_proj.weight")[2] for e in range(16)]
     tensors[f"{prefix}.down_proj"] = ("BF16", [16, 128, 64], b"".join(down))
-    for expert in range(16):
-        del tensors[f"{prefix}.{expert}.gate_proj.weight"]
-        del tensors[f"{prefix}.{expert}.up_proj.weight"]
-    tensors[f"{prefix}.gate_up_proj"] = ("BF16", [16, 128, 128], bytes(16 * 128 * 128 * 2))
+    both = [
+        tensors.pop(f"{prefix}.{e}.{name}.weight")[2]
+        for e in range(16)
+        for name in ("gate_proj", "up_proj")
+    ]
+    tensors[f"{prefix}.gate_up_proj"] = ("BF16", [16, 128, 128], b"".join(both))

@@ -30,10 +30,12 @@ from beamq.eval.verify.folder import Linear
 from beamq.eval.verify.values import Examiner, Item, Outcome
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import OpenFiles
+from beamq.io.safetensors_header import TensorSpec
+from beamq.plan import content
 
 SCALAR = 4  # bytes; scalars are looked at by every rank
 OPINION = "values.second-opinion"
-READ, EXAMINE = OpenFiles.read, Examiner.examine
+READ, EXAMINE, SAMPLE = OpenFiles.read, Examiner.examine, content._is_zero
 
 
 class Watch:
@@ -42,14 +44,22 @@ class Watch:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.reads: list[tuple[str, int, int]] = []
+        self.sampling = False  # for zeros, which every rank does
         self.asked = 0
         self.steps: list[tuple[int, int]] = []
 
     def read(self, files: OpenFiles, file: str, offset: int, out: memoryview, name: str) -> None:
         READ(files, file, offset, out, name)
-        if out.nbytes > SCALAR:
+        if out.nbytes > SCALAR and not self.sampling:
             with self._lock:
                 self.reads.append((str(files._locate(file)), offset, out.nbytes))
+
+    def sample(self, checkpoint: Checkpoint, spec: TensorSpec, begin: int = 0) -> bool:
+        self.sampling = True
+        try:
+            return SAMPLE(checkpoint, spec, begin)
+        finally:
+            self.sampling = False
 
     def opinion(
         self, checkpoint: Checkpoint, linears: Sequence[Linear], count: int, ledger: Ledger
@@ -70,6 +80,7 @@ def observe(arguments: dict[str, Any], trouble: str | None = None) -> dict[str, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "compressed_tensors.quantization", None)  # seconds to import
         patch.setattr(OpenFiles, "read", lambda *given: watch.read(*given))
+        patch.setattr(content, "_is_zero", watch.sample)
         opinion = None if trouble == "opinion" else watch.opinion
         patch.setattr(verifying, "ask_second_opinion", opinion)
         if trouble in ("unreadable", "killed"):

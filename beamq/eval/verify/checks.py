@@ -22,6 +22,7 @@ Level = Literal["structure", "tensors", "source", "forward"]
 NVFP4 = "nvfp4"
 FP8 = "fp8"
 PLAIN_FORMATS = ("bf16", "fp16", "fp32")
+LONGEST = 160  # characters of a place
 SHOWN = 5  # places named for each failed check; the count is always complete
 
 
@@ -166,7 +167,7 @@ class VerifyReport:
     def loads(self) -> dict[str, bool | None]:
         """Whether each engine loads the folder, by its rules for names, shapes and dtypes.
 
-        None: it has no loader for the format, or that was not looked at.
+        None: that is not known; the check `engine.*` says why.
         """
         if self.level == "quick":
             return dict.fromkeys(ENGINES)
@@ -219,6 +220,7 @@ class CheckState:
             self.warnings, self.where, self.detail = 0, [], ""
         self.warnings += soft
         self.faults += not soft
+        where = where if len(where) <= LONGEST else f"{where[:LONGEST]}..."
         if len(self.where) < SHOWN:
             self.where.append(printable(where))
         self.detail = self.detail or printable(f"{where}: {detail}")

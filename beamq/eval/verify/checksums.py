@@ -118,11 +118,11 @@ def usable_manifest(folder: Folder, ledger: Ledger) -> Manifest | None:
 def check_files(root: Path, manifest: Manifest, ledger: Ledger) -> None:
     """Every file but the shards against beamq.json, and beamq.json against its own seal."""
     listed, check = manifest.files, "checksums.files"
+    if not manifest.sealed and not manifest.data.keys().isdisjoint(("files", "seal")):
+        ledger.fault(check, MANIFEST_NAME, NOT_WRITTEN)
     if listed is None:
         ledger.skip("beamq.json is of an earlier version, which lists no files", check)
         return
-    if not manifest.sealed:
-        ledger.fault(check, MANIFEST_NAME, NOT_WRITTEN)
     ledger.examined(check, len(listed) + 1)
     for file, digest in listed.items():
         inside = PurePosixPath(file)

@@ -59,7 +59,8 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
             return NVFP4
         if method == "compressed-tensors" and block.get("format") == "float-quantized":
             return FP8
-        fmt = NVFP4 if method.startswith("modelopt") else FP8 if method else UNDECLARED
+        known = {"compressed-tensors": FP8, "modelopt": NVFP4, "modelopt_fp4": NVFP4}
+        fmt = known.get(method, UNDECLARED)
         what = block.get("quant_algo") or block.get("format")
         problem = (
             f"quant_method is {method!r} with {what!r}; all engines load only ModelOpt NVFP4 and"
@@ -254,15 +255,16 @@ def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) ->
     """Compare what each engine would build as quantized with what has scales."""
     views = simulate(folder.block, folder.hf_quant_config, folder.beam)
     if TRANSFORMERS not in (view.engine for view in views):
-        ledger.skip("transformers has no loader for ModelOpt NVFP4", f"engine.{TRANSFORMERS}")
+        ledger.skip("no loader for ModelOpt NVFP4", f"engine.{TRANSFORMERS}")
     for view in views:
         name = f"engine.{view.engine}"
         ledger.examined(name, len(view.sites))
         for fault in view.faults:
+            reason = str(fault).removeprefix("unknown: ")
             if fault.kind == "unknown" and ledger.strangers:
-                ledger.skip(str(fault).removeprefix("unknown: "), name)
+                ledger.skip(reason, name)
             else:
-                ledger.fault(name, fault.where, str(fault))
+                ledger.fault(name, fault.where, reason)
         if view.scheme == "nvfp4-weight-only":
             ledger.fault(name, "config_groups", "would be served weight-only (W4A16), not W4A4")
         for mismatch in mismatches(view, stored):

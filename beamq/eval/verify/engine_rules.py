@@ -21,6 +21,8 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeGuard
 
+from beamq.plan.recipe import slow_part
+
 Block = Mapping[str, Any]  # an object of a config file
 Fused = Mapping[str, tuple[str, ...]]
 """Last component of a fused module's name -> those of the linears that it fuses."""
@@ -48,10 +50,15 @@ class EngineRefusal(Exception):
 
 @lru_cache(maxsize=65536)
 def _compiled(pattern: str) -> re.Pattern[str]:
+    shown = f"pattern {pattern[:80]!r}"
     try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise EngineRefusal("re.error", f"pattern {pattern!r} does not compile: {error}") from error
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise EngineRefusal("re.error", f"{shown} does not compile: {error}") from error
+    if slow := slow_part(pattern):
+        reason = f"{shown} has {slow}, which could take exponential time, so it is not simulated"
+        raise EngineRefusal("unknown", reason)
+    return compiled
 
 
 def _unfused(prefix: str, fused: Fused) -> list[str]:
@@ -205,7 +212,7 @@ def modelopt_terms(engine: str, block: Block | None, hf: Block | None) -> tuple[
 def names(entries: Any) -> list[str]:
     """The entries of an ignore list. Raises `EngineRefusal` if they are not names."""
     if not is_names(entries):
-        raise EngineRefusal("ValueError", f"the ignore list is {type(entries).__name__}, not names")
+        raise EngineRefusal("ValueError", "the ignore list is not a list of names")
     return list(entries)
 
 

@@ -36,7 +36,14 @@ from beamq.errors import CheckpointError, ConfigError, shown_value
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.files import read_json_object, read_small
-from beamq.io.manifest import MANIFEST_FORMAT, MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
+from beamq.io.manifest import (
+    MANIFEST_FORMAT,
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    SHA256,
+    XXH3,
+    Manifest,
+)
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import (
     INDEX_NAME,
@@ -123,16 +130,17 @@ def read_folder(root: Path, ledger: Ledger) -> Folder:
         config=config,
         hf_quant_config=hf,
         manifest=None if made is None else Manifest.parse(made),
-        index=index,
+        index=index if index and index.get("weight_map") else None,
         shards=shards,
         tensors=tensors,
         metadata=metadata,
         broken=frozenset(named) - shards.keys(),
         plain=not declared and bool(tensors) and not any(map(is_quantized, tensors.values())),
     )
-    _check_index(folder, ledger)
-    _check_names(folder, ledger)
-    _check_manifest(folder, ledger)
+    if shards:
+        _check_index(folder, ledger)
+        _check_names(folder, ledger)
+        _check_manifest(folder, ledger)
     return folder
 
 
@@ -189,7 +197,9 @@ def read_shards(
         try:
             header, metadata[file] = files.header(file)
         except CheckpointError as fault:
-            ledger.fault("files.readable", file, str(fault).removeprefix(f"{files.name}/{file}: "))
+            reason = str(fault).removeprefix(f"{files.name}/{file}: ")
+            remedy = "" if "; " in reason else "; copy or download it again"
+            ledger.fault("files.readable", file, reason + remedy)
             continue
         shards[file] = tuple(header)
     return shards, metadata
@@ -199,19 +209,20 @@ def named_files(files: SourceFiles, index: dict[str, Any] | None, ledger: Ledger
     """The shards the index names; without an index, the single file or all that are present."""
     weight_map = (index or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
+        found = [name for name in files.names() if name.endswith(".safetensors")]
         if index is not None:
             ledger.fault("files.index", INDEX_NAME, "has no weight_map; restore the file")
-        found = [name for name in files.names() if name.endswith(".safetensors")]
-        if not found:
+        elif not found:
             ledger.fault("files.readable", files.label, f"no {SINGLE_NAME} and no {INDEX_NAME}")
-        elif found != [SINGLE_NAME] and index is None:
+        elif found != [SINGLE_NAME] and not ledger.failed("files.index"):
             reason = f"is missing, but there are {len(found)} shards; restore it"
             ledger.fault("files.index", INDEX_NAME, reason)
         return found
     named = sorted({file for file in weight_map.values() if isinstance(file, str)})
     for file in named:
         if not safe_file_name(file):
-            ledger.fault("files.index", INDEX_NAME, f"names {file[:80]!r}, outside the folder")
+            reason = f"names {file[:80]!r}, expected a .safetensors file in this folder"
+            ledger.fault("files.index", INDEX_NAME, f"{reason}; restore the index")
     return [file for file in named if safe_file_name(file)]
 
 
@@ -252,11 +263,11 @@ def _check_names(folder: Folder, ledger: Ledger) -> None:
     if names != [SINGLE_NAME]:
         for number, name in enumerate(names, start=1):
             wanted = f"model-{number:05d}-of-{len(names):05d}.safetensors"
-            if name != wanted:
+            if name != wanted and not folder.broken:
                 ledger.fault("files.shard-names", name, f"expected {wanted}")
     present = {path.name for path in folder.root.iterdir() if WEIGHTS.fullmatch(path.name)}
     ledger.examined("files.unlisted", len(present))
-    for name in sorted(present.difference(names)):
+    for name in sorted(present.difference(names, folder.broken)):
         reason = "is not in the index, but vLLM may read it; delete it"
         ledger.fault("files.unlisted", name, reason)
     ledger.examined("files.metadata", len(folder.metadata))
@@ -285,11 +296,13 @@ def _check_manifest(folder: Folder, ledger: Ledger) -> None:
         return
     ledger.examined(check, len(folder.tensors))
     listed = manifest.shards
-    if manifest.format != MANIFEST_FORMAT or listed is None:
-        reason = "its list of shards is damaged"
-        if manifest.format != MANIFEST_FORMAT:
-            reason = f"format is {manifest.format!r}, expected {MANIFEST_FORMAT}"
-        ledger.fault(check, MANIFEST_NAME, reason)
+    problem = None if listed is not None else "its list of shards is damaged"
+    if manifest.algorithm not in (XXH3, SHA256):
+        problem = f"checksum is {manifest.algorithm[:40]!r}, expected {XXH3} or {SHA256}"
+    if manifest.format != MANIFEST_FORMAT:
+        problem = f"format is {manifest.format!r}, expected {MANIFEST_FORMAT}"
+    if problem is not None or listed is None:
+        ledger.fault(check, MANIFEST_NAME, f"{problem}; restore the file")
         return
     for shard in sorted(set(listed).symmetric_difference(folder.shards) - folder.broken):
         where = "in beamq.json, but not in the folder" if shard in listed else "not in beamq.json"
@@ -299,7 +312,8 @@ def _check_manifest(folder: Folder, ledger: Ledger) -> None:
             continue
         stray = {spec.name for spec in specs}.symmetric_difference(listed[shard].tensors)
         if stray:
-            ledger.fault(check, shard, f"beamq.json and the header differ: {few(sorted(stray))}")
+            reason = f"beamq.json and its header name other tensors ({few(sorted(stray))})"
+            ledger.fault(check, shard, f"{reason}; is it a shard of another conversion?")
         size = (folder.root / shard).stat().st_size
         if listed[shard].nbytes != size:
             reason = f"has {size} bytes, but beamq.json says {listed[shard].nbytes}"

@@ -275,6 +275,14 @@ def test_config_refusals() -> None:
     assert kinds(modelopt([*BASE, "model.layers[*"]))[2] == "re.error"
 
 
+@pytest.mark.parametrize("pattern", ["(a+)+x", "a*b*c*d*e*", "(" * 5000 + ")" * 5000])
+def test_patterns_that_could_take_for_ever_are_not_tried(pattern: str) -> None:
+    found = views(fp8([*FP8_BASE, f"re:{pattern}"]))
+    for view in found.values():
+        assert view.faults[0].kind in ("unknown", "re.error")
+        assert len(str(view.faults[0])) < 250
+
+
 def test_groups_without_input_activations_turn_vllm_weight_only() -> None:
     block = modelopt(BASE)
     del block["config_groups"]["group_0"]["input_activations"]
