@@ -93,6 +93,13 @@ def module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
+def is_further_layer(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer beyond the model's `layers`, such as one that predicts several
+    tokens. SGLang passes over it, whatever precedes `layers.N.`; vLLM stops."""
+    found = re.search(r"layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= layers
+
+
 @lru_cache(maxsize=1 << 17)
 def classify(name: str) -> TensorRole:
     """The role of a tensor, by its name alone (see `expected_tensors` for shapes)."""

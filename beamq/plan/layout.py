@@ -16,6 +16,7 @@ written here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -60,11 +61,12 @@ _ENGINE_SUFFIXES = (
     "mlp.gate",
 )
 """Below `model.layers.N.`: the names under which engines ask whether a linear is ignored."""
+_EXPERTS = ".experts"  # how an entry for all experts of a layer ends, before its pattern
 
 
 def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
     """Modules of tensors that are not Beam's, sorted, without those whose name in an ignore list
-    would match other modules too.
+    would match other modules too. Experts that are stored one by one become one `x.experts`.
 
     Engines match entries by substring, by dotted part or as patterns: an entry `mlp` would leave
     every MLP unquantized when the model is served.
@@ -77,7 +79,7 @@ def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
     experts = [f"model.layers.{layer}.mlp.experts" for layer in config.sparse_layers]
     return sorted(
         module
-        for module in modules
+        for module in {re.sub(r"(\bexperts)\.\d+\..*", r"\1", module) for module in modules}
         if module not in ("lm_head", "model.embed_tokens")
         and module not in asked
         and not module.startswith("re:")
@@ -97,7 +99,7 @@ def modelopt_ignore(
             entries.append(f"model.layers.{layer}.mlp.gate")
         if (layer, role) not in quantized:
             entries.append(f"model.layers.{layer}.{suffix[role]}")
-    return entries + sorted(extra_modules)
+    return entries + [f"{each}*" if each.endswith(_EXPERTS) else each for each in extra_modules]
 
 
 def compressed_tensors_ignore(
@@ -124,7 +126,9 @@ def compressed_tensors_ignore(
         else:
             numbers = "|".join(str(layer) for layer in left)
             entries.append(rf"re:model\.layers\.({numbers}){pattern}")
-    return entries + sorted(extra_modules)
+    return entries + [
+        rf"re:{re.escape(each)}\..*" if each.endswith(_EXPERTS) else each for each in extra_modules
+    ]
 
 
 def quantization_config(fmt: str, ignore: list[str], kv_cache: str) -> dict[str, Any]:

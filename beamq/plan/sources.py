@@ -22,6 +22,7 @@ from beamq.beam.tensors import (
     TensorRole,
     classify,
     expected_tensors,
+    is_further_layer,
     packed_shape,
 )
 from beamq.errors import AlreadyQuantizedError, TensorError, counted
@@ -95,7 +96,7 @@ def map_sources(checkpoint: Checkpoint, config: BeamConfig) -> SourceMap:
     if missing:
         raise TensorError(f"{checkpoint.name}: {missing_tensors(len(missing))}: {few(missing)}")
     extra, dropped = _leftovers(checkpoint, used, config)
-    notes = _notes(checkpoint, found, extra)
+    notes = _notes(checkpoint, config, found, extra)
     refuse_zeros(checkpoint)
     return SourceMap(
         found=tuple(found), extra=tuple(extra), dropped=tuple(dropped), notes=tuple(notes)
@@ -285,7 +286,10 @@ def _dtype_notes(
 
 
 def _notes(
-    checkpoint: Checkpoint, found: list[tuple[TensorRole, SourceRange]], extra: list[TensorSpec]
+    checkpoint: Checkpoint,
+    config: BeamConfig,
+    found: list[tuple[TensorRole, SourceRange]],
+    extra: list[TensorSpec],
 ) -> Iterator[str]:
     yield from _dtype_notes(checkpoint.config, found)
     heads = [spec.name for spec in extra if spec.name == "lm_head.weight"]
@@ -295,11 +299,18 @@ def _notes(
             " equal the embeddings"
         )
     others = [spec.name for spec in extra if spec.name != "lm_head.weight"]
-    if others:
-        yield (
-            f"{counted(len(others), 'tensor is', 'tensors are')} not Beam's ({few(others)}); copied"
-            " bit for bit, but vLLM and SGLang stop at unknown names"
-        )
+    further = [name for name in others if is_further_layer(name, config.num_layers)]
+    for names, which, effect in (
+        (further, "of further layers", "vLLM stops at them, SGLang passes over them"),
+        (
+            [name for name in others if name not in further],
+            "not Beam's",
+            "vLLM and SGLang stop at them",
+        ),
+    ):
+        if names:
+            some = counted(len(names), "tensor is", "tensors are")
+            yield f"{some} {which} ({few(names)}); copied bit for bit, but {effect}"
     if unknown := unknown_keys(checkpoint.config):
         some = counted(len(unknown), "key that is", "keys that are")
         yield f"config.json has {some} not Beam's, copied without being used: {few(unknown)}"

@@ -274,9 +274,35 @@ def test_extra_tensors_are_accounted_for_MO2427(beam_nano: Path, tmp_path: Path,
     assert {check.name for check in report.failures} <= {"tensors.known"}
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])
+def test_experts_of_a_further_layer_are_one_entry(
+    beam_nano: Path, tmp_path: Path, fmt: str
+) -> None:
+    """Not one for each, which SGLang's fused experts do not match. A note says who stops."""
+
+    def add(tensors: st.Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.7.")]:
+            tensors[name.replace(".7.", ".8.", 1)] = tensors[name]
+
+    folder = source(beam_nano, tmp_path / "source", add)
+    plan = convert(folder, tmp_path / "out", fmt).plan
+    new = [entry for entry in plan.ignore if "layers.8" in entry or r"layers\.8" in entry]
+    before = set(make_plan(beam_nano, recipe(fmt)).ignore)
+    assert before.isdisjoint(new)
+    assert {"model.layers.8.mlp.experts*", r"re:model\.layers\.8\.mlp\.experts\..*"} & set(new)
+    assert len(new) == 7, "and five linears of attention, and the router"
+    (note,) = (note for note in plan.notes if "of further layers" in note)
+    assert "vLLM stops at them, SGLang passes over them" in note
+    report = light_verify(tmp_path / "out")
+    assert {check.name for check in report.failures} == {"tensors.known"}
+    assert "SGLang passes over it" in report.failures[0].detail
+    assert (report.loads["vLLM"], report.loads["SGLang"]) == (False, True)
+
+
 @pytest.mark.parametrize(
     "module",
-    ["", "mlp", "model.layers.1", "gate_proj", "experts", "model", "*", "re:.*", "proj", "a[b", "l",
+    ["", "mlp", "model.layers.1", "layers.3.mlp.experts.5.up_proj", "experts.5.up_proj",
+     "gate_proj", "experts", "model", "*", "re:.*", "proj", "a[b", "l",
      "self_attn", "x.model.layers.3.mlp.experts.y", "model.layers.3.mlp.experts.99.up_proj"],
 )  # fmt: skip
 def test_a_strangers_name_spares_none_of_beams_linears(

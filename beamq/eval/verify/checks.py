@@ -105,8 +105,8 @@ HABITS = (
 """Checks on which no engine's loading depends."""
 # What must hold for any engine to load a folder; `engine.*` says the rest for each of them.
 _LOADING = (
-    "files.readable", "files.index", "config.model", "tensors.known", "tensors.present",
-    "tensors.shape", "tensors.dtype", "tensors.experts", "tensors.head",
+    "files.readable", "files.index", "config.model", "tensors.present", "tensors.shape",
+    "tensors.dtype", "tensors.experts", "tensors.head",
 )  # fmt: skip
 ENGINES = {"vLLM": "engine.vllm", "SGLang": "engine.sglang", "transformers": "engine.transformers"}
 # What has no meaning where nothing is quantized.
@@ -157,6 +157,7 @@ class VerifyReport:
     tensors: int
     bytes_read: int
     seconds: float
+    stopped: tuple[str, ...] = ()  # engines that stop at the name of a tensor
 
     @property
     def ok(self) -> bool:
@@ -174,7 +175,7 @@ class VerifyReport:
         sound = all(self.check(name).status != "fail" for name in _LOADING)
         states = {engine: self.check(name).status for engine, name in ENGINES.items()}
         return {
-            engine: sound and status != "fail"
+            engine: sound and status != "fail" and engine not in self.stopped
             if status != "skip" or self.plain or not sound
             else None
             for engine, status in states.items()
@@ -253,12 +254,14 @@ def _left_out(needs: Level, level: str, with_source: bool) -> str:
 class Ledger:
     """Collects findings: `states` has one for each check. Not thread safe: one thread writes.
 
-    `strangers`: beamq did not make the folder, so that soft faults are warnings.
+    `strangers`: beamq did not make the folder, so that soft faults are warnings. `stopped`: see
+    `VerifyReport`.
     """
 
     def __init__(self) -> None:
         self.states = {name: CheckState(unit=check.unit) for name, check in CHECKS.items()}
         self.strangers = False
+        self.stopped: set[str] = set()
 
     def examined(self, name: str, count: int = 1, unit: str | None = None) -> None:
         """`count` more things were examined; they pass unless a fault follows."""

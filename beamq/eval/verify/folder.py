@@ -30,10 +30,11 @@ from beamq.beam.tensors import (
     classify,
     expected_tensors,
     fused_group,
+    is_further_layer,
     packed_shape,
 )
 from beamq.errors import CheckpointError, ConfigError, shown_value
-from beamq.eval.verify.checks import FP8, NVFP4, Ledger
+from beamq.eval.verify.checks import ENGINES, FP8, NVFP4, Ledger
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.files import read_json_object, read_small
 from beamq.io.manifest import (
@@ -405,7 +406,7 @@ class Sorter:
                 self._check_kept_dtype(role, spec)
         inventory.unknown = list(self._left.values())
         for spec in inventory.unknown:
-            _unknown(spec, ledger)
+            _unknown(spec, self._folder.beam, ledger)
         if not packed:
             _check_experts(inventory.linears, ledger)
         return inventory
@@ -468,16 +469,28 @@ class Sorter:
         self._ledger.expect(check, spec.name, spec.dtype, dtype, soft=soft)
 
 
-def _unknown(spec: TensorSpec, ledger: Ledger) -> None:
+def _unknown(spec: TensorSpec, config: BeamConfig, ledger: Ledger) -> None:
+    """A tensor that no Beam has. transformers warns of such names, and loads the rest."""
+    if "rotary_emb.inv_freq" in spec.name:
+        ledger.fault("tensors.known", spec.name, "is computed by every engine", soft=True)
+        return
     module, _, suffix = spec.name.rpartition(".")
     if module in ("lm_head", "model.embed_tokens") and suffix in SCALE_SUFFIXES:
         ledger.fault("tensors.head", spec.name, "is a scale, but this module is never quantized")
     reason = "is unknown to the engines: vLLM raises ValueError, SGLang KeyError"
-    if suffix in ("k_scale", "v_scale"):
+    stopped = {"vLLM", "SGLang"}
+    if is_further_layer(spec.name, config.num_layers):
+        reason = f"is beyond the {config.num_layers} layers of config.json: vLLM raises ValueError,"
+        reason += " SGLang passes over it"
+        stopped = {"vLLM"}
+    elif suffix in ("k_scale", "v_scale"):
         reason = "is a KV-cache scale, for which SGLang's Beam has no place (KeyError)"
+        stopped = {"SGLang"}
     elif ".experts.gate_up_proj" in spec.name or ".experts.down_proj" in spec.name:
         reason = "packs experts, but a quantized checkpoint has one tensor per expert"
+        stopped = set(ENGINES)
     ledger.fault("tensors.known", spec.name, reason)
+    ledger.stopped |= stopped
 
 
 def _check_experts(linears: Iterable[Linear], ledger: Ledger) -> None:

@@ -27,7 +27,7 @@ from typing import Literal
 from beamq.calib.options import WORKERS
 from beamq.errors import UsageError
 from beamq.eval.verify.against_source import DecodedCheckpoint, trace_decoded, trace_source
-from beamq.eval.verify.checks import CHECKS, Ledger, RoleError, VerifyReport
+from beamq.eval.verify.checks import CHECKS, ENGINES, Ledger, RoleError, VerifyReport
 from beamq.eval.verify.checksums import Readers, check_shards, check_sums, usable_manifest
 from beamq.eval.verify.config_files import (
     check_config,
@@ -101,6 +101,7 @@ def verify(
         tensors=job.tensors,
         bytes_read=job.nbytes,
         seconds=time.monotonic() - started,
+        stopped=tuple(engine for engine in ENGINES if engine in job.ledger.stopped),
     )
 
 
