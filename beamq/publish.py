@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 from beamq.errors import CheckFailed, HubError, UsageError
 from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
+from beamq.io.companions import WEIGHT_SUFFIXES
 from beamq.io.hub import has_token, hub_call, no_token, parse_hub_id
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_writer import PARTIAL
-from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
+from beamq.io.source import INDEX_NAME
 from beamq.options import takes
 from beamq.units import short_repr
 from beamq.version import __version__

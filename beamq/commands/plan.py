@@ -98,7 +98,7 @@ def plan_data(plan: Plan, source: str) -> dict[str, Any]:
             for each in plan.exclusions
         ],
         "dropped": [{"tensor": name, "reason": reason} for name, reason in plan.dropped],
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *plan.hints],
     }
 
 
@@ -116,7 +116,7 @@ def plan_blocks(plan: Plan, *, verbose: bool = False) -> list[Block]:
     )
     if plan.exclusions:
         blocks += ["", *_exclusion_blocks(plan.exclusions, verbose=verbose), ""]
-    blocks += [f"Note: {note}." for note in plan.notes]
+    blocks += [f"Note: {note}." for note in (*plan.notes, *plan.hints)]
     if plan.dropped:
         names = [name for name, _ in plan.dropped]
         blocks.append(f"Left out: {_few(names, verbose=verbose)} ({plan.dropped[0][1]}).")

@@ -22,7 +22,7 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole, classify, expected_tensors
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import CpuWorkerFactory
-from beamq.convert.finalise import build_index, listed_shards
+from beamq.convert.finalise import build_index, listed_shards, output_config
 from beamq.convert.input_scales import no_scales
 from beamq.convert.options import DequantizeOptions, RunKeywords
 from beamq.convert.resources import DEFAULT_MEMORY_BYTES, default_workers
@@ -30,6 +30,7 @@ from beamq.convert.run import Conversion, Progress, open_run
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.eval.verify.checksums import SumReader
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.companions import companion_files, restored_name
 from beamq.io.files import user_path
 from beamq.io.journal import ShardRecord, refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, Manifest
@@ -39,7 +40,7 @@ from beamq.io.source import INDEX_NAME, LocalFiles
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Draft, JobKind, Work, place
-from beamq.plan.sources import SourceRange, companion_files, restored_name
+from beamq.plan.sources import SourceRange
 from beamq.ranks import current_ranks
 
 
@@ -166,7 +167,7 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
         shards=shards,
         companions=tuple(  # not the quantized folder's card, which says what is no longer true
             replace(companion, target=target)
-            for companion in companion_files(source.source)
+            for companion in companion_files(source.source.listing())
             if (target := restored_name(companion)) is not None
         ),
         remote_shards=source.source.missing_nbytes(),
@@ -243,8 +244,6 @@ def _finalise(
 ) -> Manifest:
     for companion in work.companions:
         copy_file(source.source.path(companion.source), output, companion.target)
-    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    config["dtype"] = "bfloat16"
     content = {
         "made_by": "dequantize",
         "digests": {
@@ -255,6 +254,6 @@ def _finalise(
         "input_scales": {"digest": "none"},
     }
     write_json(output / INDEX_NAME, build_index(work))
-    write_json(output / "config.json", config)
+    write_json(output / "config.json", output_config(source.config))
     others = [companion.target for companion in work.companions]
     return Manifest.write(output, content, listed_shards(work, records), others)

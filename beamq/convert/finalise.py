@@ -15,6 +15,7 @@ from typing import Any
 
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.hub import names_a_path
 from beamq.io.journal import ShardRecord
 from beamq.io.manifest import ListedShard, Manifest
 from beamq.io.shard_writer import copy_file, write_file, write_json
@@ -59,11 +60,16 @@ def finalise(
     )
 
 
-def output_config(source_config: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """The source's config.json, verbatim but for `dtype` and `quantization_config`."""
-    dropped = ("quantization_config", "torch_dtype")
+def output_config(
+    source_config: Mapping[str, Any], block: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The source's config.json, verbatim but for `dtype` and `quantization_config`, and without a
+    path of the machine on which it was trained."""
+    dropped = ["quantization_config", "torch_dtype"]
+    if names_a_path(source_config.get("_name_or_path")):
+        dropped.append("_name_or_path")
     config = {key: value for key, value in source_config.items() if key not in dropped}
-    return config | {"dtype": "bfloat16", "quantization_config": dict(block)}
+    return config | {"dtype": "bfloat16"} | ({"quantization_config": dict(block)} if block else {})
 
 
 def build_index(plan: Work) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from beamq.errors import DiskError, InputError, ResumeError, UsageError, counted
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.companions import WEIGHT_SUFFIXES
 from beamq.io.files import user_path
 from beamq.io.hub import hub_source
 from beamq.io.journal import CALIBRATION, LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.safetensors_header import few
 from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder
-from beamq.io.source import INDEX_NAME, WEIGHT_SUFFIXES
+from beamq.io.source import INDEX_NAME
 from beamq.plan.plan import Work
 from beamq.units import show_bytes
 

@@ -29,6 +29,8 @@ from typing import Any
 from beamq.errors import BeamqError, CheckpointError, DiskError, UsageError, counted
 
 FREE_BRACKETS = 4096
+LFS_BEGIN = b"version https://git-lfs"
+LFS_BYTES = 1024  # of the largest pointer
 MACHINE_FAULTS = {
     errno.EIO: "the device fails; check it",
     errno.ENXIO: "the device is gone; check it",
@@ -86,6 +88,24 @@ def read_small(path: Path, error: type[BeamqError], limit: int) -> bytes:
         raise unreadable(path, fault, error) from fault
 
 
+def read_start(path: Path, limit: int) -> bytes:
+    """The first bytes of a file. Raises `CheckpointError` where it cannot be read."""
+    try:
+        descriptor, _ = open_file(path)
+        with open(descriptor, "rb") as stream:
+            return stream.read(limit)
+    except (OSError, ValueError) as fault:
+        raise unreadable(path, fault, CheckpointError) from fault
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the three lines that Git LFS leaves in place of its content."""
+    try:
+        return path.stat().st_size <= LFS_BYTES and read_start(path, 64).startswith(LFS_BEGIN)
+    except (OSError, BeamqError):
+        return False  # absent or unreadable, which others report
+
+
 def unreadable(
     path: Path | str, fault: Exception, error: type[BeamqError], doing: str = "cannot be read"
 ) -> BeamqError:
@@ -105,6 +125,8 @@ def read_json_object(
     try:
         parsed = parse_json(raw)
     except ValueError as fault:
+        if raw.startswith(LFS_BEGIN):
+            raise error(f"{path}: only a Git LFS pointer; run `git lfs pull`") from None
         raise error(f"{path}: not valid JSON: {str(fault)[:120]}") from None
     if not isinstance(parsed, dict):
         kind = "null" if parsed is None else f"a {type(parsed).__name__}"

@@ -249,6 +249,38 @@ def parse_hub_id(text: str) -> HubId | None:
     return None if found is None else HubId(repo=found[1], revision=found[2])
 
 
+# A relative path that looks like a Hub id often begins with one of these.
+_FOLDERS = {
+    "checkpoint", "checkpoints", "ckpt", "ckpts", "data", "exp", "experiments", "home", "local",
+    "logs", "mnt", "model", "models", "out", "output", "outputs", "results", "root", "run", "runs",
+    "save", "saved", "scratch", "tmp", "train", "trained", "user", "users", "work", "workspace",
+}  # fmt: skip
+_STEP = re.compile(r"(checkpoint|ckpt|epoch|global_step|iter|step)[-_]?\d+", re.IGNORECASE)
+
+
+def could_be_path(text: str) -> bool:
+    """Whether a name may be a folder rather than an id on the Hub."""
+    found = parse_hub_id(text)
+    if found is None or found.revision is not None:
+        return True
+    first, _, last = text.partition("/")
+    return first.lower() in _FOLDERS or bool(_STEP.search(last)) or Path(text).exists()
+
+
+def names_a_path(value: object) -> bool:
+    """Whether a value in a config is a folder of some machine; a name without a slash is not."""
+    return isinstance(value, str) and any(c in value for c in "/\\~") and could_be_path(value)
+
+
+def cached_repo(folder: Path) -> str | None:
+    """The repository whose snapshot in a Hub cache a folder is, by the cache's names."""
+    for path in (folder.absolute(), folder.resolve()):
+        repo = path.parent.parent.name.removeprefix("models--").replace("--", "/", 1)
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return repo if parse_hub_id(repo) is not None else None
+    return None
+
+
 def hub_source(source: str | Path) -> HubId | None:
     """The repository that a SOURCE names, or None if it is a path.
 

@@ -24,11 +24,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from beamq.errors import CheckpointError, HubError
+from beamq.io.companions import hidden, travels
 from beamq.io.files import OpenFiles
 from beamq.io.hub import HubRepo
 from beamq.io.safetensors_header import parse_header, read_header
 from beamq.io.shard_cache import LruCache, Prefetcher, Remote
-from beamq.io.source import Header, SourceFiles, hidden, travels
+from beamq.io.source import Header, SourceFiles
 
 FIRST_BYTES = 1 << 17  # holds the header of almost every shard
 PEEK_BYTES = 1 << 16
@@ -66,7 +67,8 @@ class HubFiles(SourceFiles):
         return self.repo.small_file("config.json").parent
 
     def listing(self) -> Mapping[str, int]:
-        return {file: size for file, size in self.repo.files.items() if not hidden(file)}
+        files = self.repo.files
+        return self._without_pointers({file: files[file] for file in files if not hidden(file)})
 
     def names(self) -> Sequence[str]:
         return [file for file in self.repo.files if "/" not in file]

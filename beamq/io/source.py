@@ -19,12 +19,11 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from beamq.errors import CheckpointError, counted
-from beamq.io.files import OpenFiles, read_json_object
+from beamq.io.companions import hidden, travels
+from beamq.io.files import LFS_BYTES, OpenFiles, is_lfs_pointer, read_json_object
 from beamq.io.safetensors_header import TensorSpec, few, read_header
 
 Header = tuple[list[TensorSpec], dict[str, str]]
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
-NOT_COPIED = (*WEIGHT_SUFFIXES, ".index.json", ".partial", ".incomplete")
 
 
 class Prefetch:
@@ -54,7 +53,20 @@ class SourceFiles(ABC):
 
     @abstractmethod
     def listing(self) -> Mapping[str, int]:
-        """Every file's path in the checkpoint and its bytes; hidden files are left out."""
+        """Every file's path in the checkpoint and its bytes; hidden files are left out.
+
+        Raises `CheckpointError` if one that travels with the weights is only a Git LFS pointer.
+        """
+
+    def _without_pointers(self, files: Mapping[str, int]) -> Mapping[str, int]:
+        small = [file for file, size in files.items() if size <= LFS_BYTES and travels(file)]
+        if found := [file for file in small if is_lfs_pointer(self.path(file))]:
+            raise CheckpointError(
+                f"{self.name}: {counted(len(found), 'file is', 'files are')} not there, only what"
+                f" Git LFS leaves in their place ({few(found)}); run `git lfs pull` there, or"
+                " download again"
+            )
+        return files
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -142,7 +154,7 @@ class LocalFiles(SourceFiles):
                 self._check_link(path)
             if not hidden(name) and path.is_file():
                 found[name] = path.stat().st_size
-        return found
+        return self._without_pointers(found)
 
     def _check_link(self, path: Path) -> None:
         if not path.exists():
@@ -192,16 +204,6 @@ class LocalFiles(SourceFiles):
 
     def close(self) -> None:
         self._open.close()
-
-
-def travels(file: str) -> bool:
-    """Whether a file is copied along with the weights: no weights, no index of them, not hidden."""
-    return not (hidden(file) or file.lower().endswith(NOT_COPIED))
-
-
-def hidden(file: str) -> bool:
-    """Whether a file or a folder above it has a name that begins with a dot."""
-    return any(part.startswith(".") for part in file.split("/"))
 
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -17,7 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -25,16 +27,19 @@ from typing import NamedTuple
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
-from beamq.errors import RecipeError, UsageError
+from beamq.errors import CheckpointError, RecipeError, UsageError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
-from beamq.io.safetensors_header import ITEMSIZE
+from beamq.io.companions import Companion, card_name, companion_files, file_notes, front_matter
+from beamq.io.files import read_json_object
+from beamq.io.hub import names_a_path
+from beamq.io.safetensors_header import ITEMSIZE, few
 from beamq.io.shard_writer import OutputTensor, Shard
 from beamq.options import Flag, takes
 from beamq.plan import layout
 from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
 from beamq.plan.recipe import Recipe, load_recipe, matches
-from beamq.plan.sources import Companion, SourceMap, SourceRange, companion_files, map_sources
-from beamq.units import short_repr
+from beamq.plan.sources import SourceMap, SourceRange, map_sources
+from beamq.units import short_repr, show_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +186,9 @@ def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 PLAN_FORMAT = 1  # raised whenever the same input would give other bytes
 DEFAULT_SHARD_BYTES = 5_000_000_000
+HUB_FILE_BYTES = 50_000_000_000
+_OF_A_MACHINE = re.compile(r"(?<!^_name_or_)path|_file|_dir|folder")
+CONFIG_NAMES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
 
 class JobKind(StrEnum):
@@ -299,7 +307,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Work):
-    """A quantization: the work, and all that reports and configs say of it."""
+    """A quantization: the work, and all that reports and configs say of it.
+
+    `hints` are for the user alone: of files and paths of the source, which nothing may publish.
+    """
 
     __repr__ = short_repr
 
@@ -309,6 +320,7 @@ class Plan(Work):
     ignore: tuple[str, ...]
     dropped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    hints: tuple[str, ...]
     parameters: dict[str, int]
     quantized_parameters: int
     source_nbytes: int
@@ -349,7 +361,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
     if max_shard_bytes < 1:
         raise UsageError(f"--max-shard-size is {max_shard_bytes} bytes, expected at least 1")
     config = BeamConfig.from_dict(checkpoint.config)
-    sources = map_sources(checkpoint, config)
+    sources, files = map_sources(checkpoint, config), checkpoint.source.listing()
     roles = [role for role, _ in sources.found]
     exclusions = tuple(apply_exclusion(pattern, recipe, roles) for pattern in recipe.exclude)
     units = quantized_units(config, recipe, exclusions)
@@ -371,9 +383,10 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         exclusions=exclusions,
         ignore=tuple(make_ignore(config, units, modules)),
         dropped=sources.dropped,
-        companions=companion_files(checkpoint.source),
+        companions=companion_files(files),
         remote_shards=checkpoint.source.missing_nbytes(),
         notes=(*sources.notes, *tensor_parallel_notes(config, recipe, units)),
+        hints=tuple(_hints(checkpoint, files, max_shard_bytes)),
         parameters=parameters,
         scales=recipe.scales,
         total_parameters=sum(parameters.values()),
@@ -386,6 +399,26 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         ),
         source_nbytes=sum(spec.nbytes for spec in checkpoint.tensors.values()),
     )
+
+
+def _hints(checkpoint: Checkpoint, files: Mapping[str, int], max_shard_bytes: int) -> Iterator[str]:
+    yield from file_notes(files, own=checkpoint.files)
+    card = card_name(files)
+    if card is not None and (fault := front_matter(checkpoint.source.path(card))[1]) is not None:
+        yield f"the source's {card} could not be read, so its licence is not known: {fault}"
+    if names_a_path(checkpoint.config.get("_name_or_path")):
+        yield "_name_or_path in config.json is a folder, and is left out of the output's"
+    for name in filter(files.__contains__, CONFIG_NAMES):
+        with suppress(CheckpointError):  # whoever reads the file reports what is wrong with it
+            data = read_json_object(checkpoint.source.path(name), CheckpointError)
+            keys = [key for key in data if _OF_A_MACHINE.search(key) and names_a_path(data[key])]
+            if keys:
+                yield f"{name} names a folder of some machine ({few(keys)}), and is copied as it is"
+    if max_shard_bytes > HUB_FILE_BYTES:
+        yield (
+            f"--max-shard-size allows files of {show_bytes(max_shard_bytes)}; the Hub asks for"
+            f" files under {show_bytes(HUB_FILE_BYTES)} and refuses those over 500 GB"
+        )
 
 
 def _draft_jobs(

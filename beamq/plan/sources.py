@@ -28,7 +28,6 @@ from beamq.beam.tensors import (
 from beamq.errors import AlreadyQuantizedError, TensorError, counted
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
-from beamq.io.source import SourceFiles, travels
 from beamq.plan.content import refuse_zeros
 
 QUANTIZED_SUFFIXES = (
@@ -314,51 +313,6 @@ def _notes(
     if unknown := unknown_keys(checkpoint.config):
         some = counted(len(unknown), "key that is", "keys that are")
         yield f"config.json has {some} not Beam's, copied without being used: {few(unknown)}"
-    unlisted = [
-        name
-        for name in checkpoint.source.names()
-        if name.endswith(".safetensors") and name not in checkpoint.files
-    ]
-    if unlisted:
-        yield f"files that are not part of the model are not copied: {few(sorted(unlisted))}"
     declared = "quantization_config" in checkpoint.config
     if declared or checkpoint.source.has("hf_quant_config.json"):
         yield "the source's config declares a quantization that its tensors do not have; not copied"
-
-
-REPLACED_FILES = ("config.json", "hf_quant_config.json", "beamq.json")
-_CARD = re.compile(r"README((?:\.source)*)\.md")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Companion:
-    """A file that is copied along: `source` and `target` are relative to the folders."""
-
-    source: str
-    target: str
-    nbytes: int
-
-
-def companion_files(files: SourceFiles) -> tuple[Companion, ...]:
-    """The files to copy: tokenizer, templates, licence, code and sub-folders.
-
-    Weights of any format, their indices, configs that are replaced and hidden files are left out.
-    README.md becomes README.source.md, and a README.source.md that the source has from its own
-    source README.source.source.md. A link is followed only to a regular file.
-    """
-    found: list[Companion] = []
-    for name, nbytes in files.listing().items():
-        if not travels(name) or name in REPLACED_FILES or name.startswith("beamq-"):
-            continue
-        card = _CARD.fullmatch(name)
-        target = name if card is None else f"README{card[1]}.source.md"
-        found.append(Companion(source=name, target=target, nbytes=nbytes))
-    return tuple(found)
-
-
-def restored_name(companion: Companion) -> str | None:
-    """The name that a file of a quantized folder had in its source; None if it had none there."""
-    card = _CARD.fullmatch(companion.source)
-    if card is None:
-        return companion.target
-    return f"README{card[1].removesuffix('.source')}.md" if card[1] else None

@@ -4,7 +4,8 @@ In: the plan, the origin of the source, the record of the input scales. Out: Mar
 front matter. Commands come from the table `ENGINES`; every figure is computed.
 
 A card never holds a path of this machine. A base model is named only if it is an id on the Hub: one
-given by the user, the SOURCE itself, or the config's `_name_or_path` if that cannot be a folder.
+given by the user, the SOURCE itself (a folder in the Hub's cache as well), or the config's
+`_name_or_path` if that cannot be a folder.
 
 `card_with_comparison` later writes the comparison with the source between two markers.
 """
@@ -20,27 +21,21 @@ from typing import Any
 from beamq.beam.tensors import Role
 from beamq.errors import CheckpointError, UsageError, counted
 from beamq.io.checkpoint import HUB_STAMP, Checkpoint
-from beamq.io.files import parse_yaml, read_small
-from beamq.io.hub import parse_hub_id
+from beamq.io.companions import card_name, front_matter, licence_file
+from beamq.io.hub import cached_repo, could_be_path, parse_hub_id
 from beamq.io.shard_writer import write_file
+from beamq.io.source import LocalFiles
 from beamq.plan.plan import Plan
 from beamq.plan.serving import GPUS, KV_ITEMSIZE, default_context, fit, model_weights
 from beamq.report.tables import FORMAT_NAMES, Table, page, role_sums
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
-MAX_CARD_BYTES = 1 << 20
 LAYOUT_TAGS = {"nvfp4": "modelopt", "fp8": "compressed-tensors"}
-# transformers has no loader for ModelOpt's NVFP4, so its snippet on the Hub would not work.
-LIBRARIES = {"nvfp4": "vllm", "fp8": "transformers"}
+# The Hub offers vLLM and SGLang only for text generation with transformers. (For NVFP4 its snippet
+# for transformers itself does not work, and the card says so.)
+LIBRARY, TASK = "transformers", "text-generation"
 ENGINE_TAGS = ("vllm", "sglang")
-# A relative path that looks like a Hub id often begins with one of these.
-_FOLDERS = {
-    "checkpoint", "checkpoints", "ckpt", "ckpts", "data", "exp", "experiments", "home", "local",
-    "logs", "mnt", "model", "models", "out", "output", "outputs", "results", "root", "run", "runs",
-    "save", "saved", "scratch", "tmp", "train", "trained", "user", "users", "work", "workspace",
-}  # fmt: skip
-_STEP = re.compile(r"(checkpoint|ckpt|epoch|global_step|iter|step)[-_]?\d+", re.IGNORECASE)
 _LINK = re.compile(r"https?://[^\s]{1,500}")
 
 
@@ -52,6 +47,8 @@ class Origin:
     repo: str | None = None
     commit: str | None = None
     front: Mapping[str, Any] = field(default_factory=dict)
+    card_fault: str | None = None
+    licence_file: str | None = None
 
     def record(self) -> dict[str, str]:
         """For beamq.json."""
@@ -75,29 +72,19 @@ def trace_origin(source: Checkpoint, fingerprint: str, base_model: str | None = 
     named = source.config.get("_name_or_path")
     if not isinstance(named, str) or could_be_path(named):
         named = None
-    front = {}
-    if source.source.has("README.md"):
-        front = front_matter(source.source.path("README.md"))
-    return Origin(base_model=base_model or repo or named, repo=repo, commit=commit, front=front)
-
-
-def could_be_path(text: str) -> bool:
-    """Whether a name may be a folder rather than an id on the Hub."""
-    found = parse_hub_id(text)
-    if found is None or found.revision is not None:
-        return True
-    first, _, last = text.partition("/")
-    return first.lower() in _FOLDERS or bool(_STEP.search(last)) or Path(text).exists()
-
-
-def front_matter(card: Path) -> dict[str, Any]:
-    """YAML front matter of a card, or nothing if absent or unreadable."""
-    try:
-        text = read_small(card, CheckpointError, MAX_CARD_BYTES).decode("utf-8")
-        parsed = parse_yaml(text[3:].split("\n---", 1)[0]) if text.startswith("---") else None
-    except (CheckpointError, ValueError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
+    if isinstance(source.source, LocalFiles):
+        named = cached_repo(source.source.folder()) or named
+    files = source.source.names()
+    card = card_name(files)
+    front, fault = ({}, None) if card is None else front_matter(source.source.path(card))
+    return Origin(
+        base_model=base_model or repo or named,
+        repo=repo,
+        commit=commit,
+        front=front,
+        card_fault=fault,
+        licence_file=licence_file(files),
+    )
 
 
 def hub_metadata(
@@ -114,16 +101,17 @@ def hub_metadata(
     if _word(name := origin.front.get("license_name")):
         data["license_name"] = name
     link = origin.front.get("license_link")
-    files = {companion.target for companion in plan.companions}
-    if isinstance(link, str) and (_LINK.fullmatch(link) or link in files):
-        data["license_link"] = link
+    if isinstance(link, str):
+        link = link.removeprefix("./")
+        files = {companion.target for companion in plan.companions}
+        if _LINK.fullmatch(link) or link in files:
+            data["license_link"] = link
     if (language := _words(origin.front.get("language"))) is not None:
         data["language"] = language
-    data["library_name"] = LIBRARIES[fmt]
-    pipeline = origin.front.get("pipeline_tag")
-    data["pipeline_tag"] = pipeline if _word(pipeline) else "text-generation"
+    data["library_name"] = LIBRARY
+    data["pipeline_tag"] = TASK
     engines = ENGINE_TAGS if is_servable(plan) else ()
-    data["tags"] = ["beam", fmt, LAYOUT_TAGS[fmt], "beamq", *engines]
+    data["tags"] = [LIBRARY, "beam", fmt, LAYOUT_TAGS[fmt], "beamq", *engines]
     if datasets := calibration_datasets(input_scales or {}):
         data["datasets"] = datasets
     return data

@@ -17,7 +17,14 @@ import pytest
 
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
-from beamq.errors import BeamqError, DiskError, HubError, HubUnreachableError, ResumeError
+from beamq.errors import (
+    BeamqError,
+    CheckpointError,
+    DiskError,
+    HubError,
+    HubUnreachableError,
+    ResumeError,
+)  # fmt: skip
 from beamq.eval.verify.inspect import inspect_checkpoint
 from beamq.eval.verify.verify import verify
 from beamq.io.checkpoint import open_checkpoint
@@ -126,6 +133,17 @@ def test_plan_and_inspect_read_headers_only(hub: HubServer, source: Path) -> Non
     ranges = [r for _, path, r in hub.requests if "/cdn/" in path and path.endswith(".safetensors")]
     assert len(ranges) == 2 * SHARDS
     assert set(ranges) == {"bytes=0-131071"}
+
+
+def test_a_git_lfs_pointer_on_the_hub_is_refused(
+    hub: HubServer, source: Path, tmp_path: Path
+) -> None:
+    bad = Path(shutil.copytree(source, tmp_path / "bad"))
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 900\n"
+    (bad / "tokenizer.json").write_text(pointer)
+    hub.add("reflection/pointer", bad)
+    with pytest.raises(CheckpointError, match=r"1 file is not there.*\(tokenizer.json\)"):
+        make_plan("reflection/pointer")
 
 
 def test_quantize_streams_shards_within_the_budget(

@@ -353,6 +353,11 @@ case("nvfp4", "stray shard", lambda f: shutil.copy(shards(f)[0], f / "old.safete
      "files.unlisted", where="old.safetensors", signed=False)
 case("nvfp4", "unfinished shard", lambda f: (f / "model-x.safetensors.partial").touch(),
      "files.unlisted", where="model-x.safetensors.partial", signed=False)
+case("nvfp4", "an LFS pointer", lambda f: (f / "tokenizer.json").write_text(
+    f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n"),
+     "files.companions", where="tokenizer.json", signed=False)
+case("fp8", "an adapter's config", lambda f: (f / "adapter_config.json").write_text("{}"),
+     "files.companions", where="adapter_config.json", signed=False)
 case("nvfp4", "metadata", other_metadata, "files.metadata", where="model-00001")
 case("nvfp4", "no beamq.json", delete("beamq.json"), "manifest.present", signed=False)
 case("nvfp4", "beamq.json of another format", manifest(lambda d: d.update(format=9)),

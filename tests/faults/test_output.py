@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from beamq import dequantize
+from beamq import dequantize, verify
 from beamq.errors import DiskError, ResumeError
-from beamq.io.safetensors_header import read_header
+from beamq.io.safetensors_header import few, read_header
 from beamq.io.shard_writer import disk_errors
 from beamq.io.source import INDEX_NAME
 from tests.helpers.checkpoint_damage import edit_json, find, flip, rewrite
@@ -34,10 +34,29 @@ def digests(folder: Path) -> dict[str, str]:
 COMPANIONS = [
     "LICENSE", "NOTICE.txt", "modeling_beam.py", "code/a/b/deep.py", "code/empty.txt", "a b.json",
     "chat_template.jinja", "special_tokens_map.json", "vocab.txt", "x.safetensors.md", "ä/ö.txt",
+    "added_tokens.json", "tokenizer.model", "images/plot.png", "code/config.json", "USE_POLICY",
 ]  # fmt: skip
+NAMED = {
+    "weights": [
+        "Old.BIN", "adapter_model.safetensors", "model.onnx_data", "old.bin", "onnx/model.onnx",
+        "sub/model.safetensors", "x.gguf",
+    ],
+    "pickles": ["a.pickle", "state.pkl"],
+    "bytecode": ["__pycache__/m.cpython-312.pyc", "code/x.pyc"],
+    "of an adapter": ["adapter_config.json", "lora/adapter_config.json"],
+    "of another quantization": ["quantize_config.json"],
+    "a log or state of training": [
+        "runs/events.out.tfevents.1.host.2", "train.log", "trainer_state.json",
+    ],
+    "temporary": [
+        "config.json.bak", "model.safetensors.partial", "notes.txt~", "tokenizer.json.tmp",
+        "x.part", "y.incomplete",
+    ],
+    "may be a secret": ["deploy/server.PEM", "id_rsa", "prod.env"],
+}  # fmt: skip
 LEFT = [
-    "old.bin", "sub/model.safetensors", "pytorch_model.bin.index.json", "x.gguf", ".git/config",
-    ".cache/x", "hf_quant_config.json", "code/.hidden", "model.safetensors.partial", "y.incomplete",
+    "pytorch_model.bin.index.json", ".git/config", ".cache/x", "hf_quant_config.json",
+    "code/.hidden", *(name for names in NAMED.values() for name in names),
 ]  # fmt: skip
 
 
@@ -46,7 +65,10 @@ def test_companions_are_copied_bit_for_bit_MO2060(nano_copy: Path, tmp_path: Pat
         (nano_copy / name).parent.mkdir(parents=True, exist_ok=True)
         content = bytes(range(number)) * 5000 if "empty" not in name else b""
         (nano_copy / name).write_bytes(b"{}" if name.endswith("config.json") else content)
-    convert(nano_copy, tmp_path / "out", "fp8")
+    (hint,) = convert(nano_copy, tmp_path / "out", "fp8").plan.hints
+    groups = [f"{few(sorted(names))} ({why})" for why, names in NAMED.items()]
+    assert hint.partition(": ")[0] == f"{sum(map(len, NAMED.values()))} files are not copied"
+    assert sorted(hint.partition(": ")[2].split("; ")) == sorted(groups)
     before, after = digests(nano_copy), digests(tmp_path / "out")
     for name in (*COMPANIONS, "tokenizer.json", "generation_config.json", "training.json"):
         assert after[name] == before[name]
@@ -55,6 +77,119 @@ def test_companions_are_copied_bit_for_bit_MO2060(nano_copy: Path, tmp_path: Pat
     copied = {*COMPANIONS, "tokenizer.json", "tokenizer_config.json", "generation_config.json",
               "training.json"}  # fmt: skip
     assert set(after) == own | copied
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 900\n"
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "LICENSE", "code/tool.py", "config.json", INDEX_NAME]
+)
+def test_a_git_lfs_pointer_is_refused_by_name_LFS4240(
+    run: Run, nano_copy: Path, tmp_path: Path, name: str
+) -> None:
+    (nano_copy / name).parent.mkdir(exist_ok=True)
+    (nano_copy / name).write_text(POINTER)
+    for command in (["plan", nano_copy], ["quantize", nano_copy, tmp_path / "out"]):
+        code, _, err = run(*command)
+        assert code == 3
+        assert name in err
+        assert "run `git lfs pull`" in " ".join(err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_large_companions_are_named_with_their_sizes(nano_copy: Path, run: Run) -> None:
+    with (nano_copy / "photos.tar").open("wb") as stream:
+        stream.truncate(200_000_000)
+    code, out, _ = run("plan", nano_copy)
+    assert code == 0
+    assert "1 large file is copied: photos.tar (200.00 MB)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("named", "kept"),
+    [("/home/me/runs/7", False), ("C:\\models\\beam", False), ("~/beam", False), ("./out", False),
+     ("org/beam", True), ("beam", True), ("", True)],
+)  # fmt: skip
+def test_a_path_in_the_config_is_not_published(
+    nano_copy: Path, tmp_path: Path, named: str, kept: bool
+) -> None:
+    edit_json(nano_copy / "config.json", lambda data: data.update(_name_or_path=named))
+    result = convert(nano_copy, tmp_path / "out", "fp8")
+    assert (read_json(tmp_path / "out" / "config.json").get("_name_or_path") == named) is kept
+    assert any("_name_or_path" in hint for hint in result.plan.hints) is not kept
+    assert verify(tmp_path / "out", source=nano_copy).ok
+    if not kept:
+        edit_json(tmp_path / "out" / "config.json", lambda data: data.update(_name_or_path=named))
+        dequantize(tmp_path / "out", tmp_path / "plain")
+        assert "_name_or_path" not in read_json(tmp_path / "plain" / "config.json")
+
+
+def test_paths_in_other_configs_are_named(nano_copy: Path, run: Run) -> None:
+    edit_json(
+        nano_copy / "tokenizer_config.json",
+        lambda data: data.update(name_or_path="/home/me/x", vocab_file="C:\\v.txt", eos="</s>"),
+    )
+    code, out, _ = run("plan", nano_copy)
+    assert code == 0
+    said = "tokenizer_config.json names a folder of some machine (name_or_path, vocab_file)"
+    assert said in " ".join(out.split())
+
+
+def test_shards_over_the_hubs_size_are_noted(run: Run, beam_nano: Path) -> None:
+    code, out, _ = run("plan", beam_nano, "--max-shard-size", "60GB")
+    assert code == 0
+    assert "files of 60.00 GB; the Hub asks for files under 50.00 GB" in " ".join(out.split())
+
+
+CARD = "---\nlicense: mit\n---\n# Beam\n"
+STATES_NONE = "No licence is stated"
+# Name of the card, content, the licence that is found; None if the card cannot be read.
+CARDS: dict[str, tuple[str, bytes, str | None]] = {
+    "a BOM": ("README.md", b"\xef\xbb\xbf" + CARD.encode(), "mit"),
+    "blank lines": ("README.md", b"\n \r\n" + CARD.encode(), "mit"),
+    "CRLF": ("README.md", CARD.replace("\n", "\r\n").encode(), "mit"),
+    "CR": ("README.md", CARD.replace("\n", "\r").encode(), None),
+    "UTF-16": ("README.md", CARD.encode("utf-16"), "mit"),
+    "nothing but metadata": ("README.md", b"---\nlicense: mit\n---", "mit"),
+    "no end": ("README.md", b"---\nlicense: mit\n\n# Beam\n", None),
+    "a Latin-1 byte": ("README.md", CARD.encode() + b"caf\xe9", "mit"),
+    "a Latin-1 byte in front": ("README.md", b"---\nauthor: caf\xe9\nlicense: mit\n---\n", "mit"),
+    "over a megabyte": ("README.md", CARD.encode() + b"x" * 2_000_000, "mit"),
+    "small letters": ("readme.md", CARD.encode(), "mit"),
+    "a tab": ("README.md", b"---\nlicense: mit\ndata:\n\t- a\n---\n", None),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "licence"), CARDS.values(), ids=CARDS.keys())
+def test_the_licence_of_an_odd_card_is_not_lost_HUBDOCS995(
+    nano_copy: Path, tmp_path: Path, name: str, content: bytes, licence: str | None
+) -> None:
+    (nano_copy / name).write_bytes(content)
+    (nano_copy / "LICENSE.txt").write_text("Be kind.")
+    result = convert(nano_copy, tmp_path / "out", "fp8")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card[4:].split("\n---")[0]).get("license") == licence
+    assert STATES_NONE not in card
+    assert "`LICENSE.txt`" in card
+    assert (tmp_path / "out" / "README.source.md").read_bytes() == content
+    assert any("could not be read" in hint for hint in result.plan.hints) is (licence is None)
+    assert ("could not be read" in card) is (licence is None)
+
+
+@pytest.mark.parametrize("card", [None, "# Beam\n", "---\nlanguage: en\n---\n"])
+def test_a_licence_file_is_named_where_no_card_states_a_licence(
+    nano_copy: Path, tmp_path: Path, card: str | None
+) -> None:
+    if card is not None:
+        (nano_copy / "README.md").write_text(card)
+    for name in ("LICENSE", "license.pkl", "licensed.md"):
+        (nano_copy / name).write_text("Be kind.")
+    convert(nano_copy, tmp_path / "out", "fp8")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert STATES_NONE in text
+    assert "The file `LICENSE` is the source's own." in text
+    assert (tmp_path / "out" / "LICENSE").read_text() == "Be kind."
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8"])

@@ -617,7 +617,7 @@ def test_pickles_are_never_opened_nor_copied(run: Run, nano_copy: Path, tmp_path
 
 def test_files_beside_the_model_are_named(nano_copy: Path) -> None:
     shutil.copy(nano_copy / SINGLE, nano_copy / "adapter_model.safetensors")
-    assert any("adapter_model.safetensors" in note for note in make_plan(nano_copy).notes)
+    assert any("adapter_model.safetensors" in note for note in make_plan(nano_copy).hints)
 
 
 def test_both_contradicting_options_are_usage(beam_nano: Path, tmp_path: Path) -> None:

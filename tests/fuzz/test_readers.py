@@ -28,13 +28,13 @@ from beamq.errors import ConfigError
 from beamq.eval.verify.inspect import inspect_checkpoint
 from beamq.eval.verify.verify import verify
 from beamq.io.checkpoint import open_checkpoint
+from beamq.io.companions import front_matter
 from beamq.io.files import read_json_object
 from beamq.io.journal import Identity, Journal, ShardRecord
 from beamq.io.safetensors_header import parse_header
 from beamq.io.source import INDEX_NAME
 from beamq.plan.plan import apply_exclusion, make_plan
 from beamq.plan.recipe import Recipe, load_recipe
-from beamq.report.model_card import front_matter
 from tests.helpers import safetensors_edit as st
 from tests.helpers.craft import light_verify, synthetic
 from tests.helpers.mutate import Watch, encode, spoil_bytes, spoil_tree

@@ -28,13 +28,15 @@ from beamq.eval.verify.folder import (
 )
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.companions import companion_files, restored_name
 from beamq.io.manifest import file_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.plan.layout import quantized_tensors
-from beamq.plan.sources import SourceRange, companion_files, map_sources, restored_name, whole_range
+from beamq.plan.sources import SourceRange, map_sources, whole_range
 
 BF16_BYTES = 2
-OWN_KEYS = ("quantization_config", "dtype", "torch_dtype")  # config keys a conversion may change
+# Keys of the config that a conversion may change.
+OWN_KEYS = ("quantization_config", "dtype", "torch_dtype", "_name_or_path")
 
 
 class DecodedCheckpoint:
@@ -127,7 +129,7 @@ def trace_source(
     """
     mapping = map_sources(source, BeamConfig.from_dict(source.config))
     _check_config(folder.raw_config, source.config, ledger)
-    targets = {each.source: each.target for each in companion_files(source.source)}
+    targets = {each.source: each.target for each in companion_files(source.source.listing())}
     _check_files(folder, source, targets, ledger)
     ranges = {role.name: found for role, found in mapping.found}
     ranges |= {spec.name: whole_range(spec) for spec in mapping.extra}
@@ -150,7 +152,9 @@ def trace_decoded(
         )
     _check_config(folder.raw_config, checkpoint.config, ledger)
     # Decoding gives model cards their old names back, and drops the one that quantizing wrote.
-    names = {each.source: restored_name(each) for each in companion_files(checkpoint.source)}
+    names = {
+        each.source: restored_name(each) for each in companion_files(checkpoint.source.listing())
+    }
     targets = {name: target for name, target in names.items() if target is not None}
     _check_files(folder, checkpoint, targets, ledger)
     ranges = {name: whole_range(spec) for name, spec in source.tensors.items()}

@@ -41,6 +41,10 @@ _STRUCTURE = {
     "files.shard-names": ("names", "shards are numbered 00001 to N of N without a gap"),
     "files.unlisted": ("weight files", "the index names every weight file; none is partial"),
     "files.metadata": ("headers", 'the header of every shard says {"format": "pt"}'),
+    "files.companions": (
+        "files",
+        "no file is only a Git LFS pointer, and no adapter_config.json",
+    ),
     "manifest.present": ("tensors", "beamq.json lists these shards and tensors with checksums"),
     "config.model": ("configs", "config.json describes a Beam, and no key asks for anything else"),
     "config.declared": ("formats", "the config declares one format, and all engines load it"),

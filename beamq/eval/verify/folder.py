@@ -36,7 +36,8 @@ from beamq.beam.tensors import (
 from beamq.errors import CheckpointError, ConfigError, shown_value
 from beamq.eval.verify.checks import ENGINES, FP8, NVFP4, Ledger
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
-from beamq.io.files import read_json_object, read_small
+from beamq.io.companions import travels
+from beamq.io.files import is_lfs_pointer, read_json_object, read_small
 from beamq.io.manifest import (
     MANIFEST_FORMAT,
     MANIFEST_NAME,
@@ -271,6 +272,15 @@ def _check_names(folder: Folder, ledger: Ledger) -> None:
     for name in sorted(present.difference(names, folder.broken)):
         reason = "is not in the index, but vLLM may read it; delete it"
         ledger.fault("files.unlisted", name, reason)
+    check = "files.companions"
+    paths = [path.relative_to(folder.root).as_posix() for path in sorted(folder.root.rglob("*"))]
+    ledger.examined(check, len(paths))
+    for name in paths:
+        if travels(name) and is_lfs_pointer(folder.root / name):
+            ledger.fault(check, name, "is only a Git LFS pointer; run `git lfs pull`")
+    if folder.files.has("adapter_config.json"):
+        reason = "makes transformers, with peft installed, look for an adapter; delete it"
+        ledger.fault(check, "adapter_config.json", reason)
     ledger.examined("files.metadata", len(folder.metadata))
     for name, metadata in folder.metadata.items():
         if metadata.get("format") != "pt":

@@ -27,7 +27,7 @@ from beamq.io.hub import hub_source
 from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
-from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, SourceFiles
+from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, LocalFiles, SourceFiles
 from beamq.options import takes
 from beamq.plan.content import REMEDY, zero_faults
 from beamq.plan.sources import missing_tensors, packed_part
@@ -123,8 +123,9 @@ def _inspect(name: str, files: SourceFiles) -> Inspection:
     notes += _file_notes(files.names(), ledger, index, tensors)
     notes += _claim_notes(form, declared, made_by_beamq=data is not None)
     notes += _tensor_notes(tensors, config)
-    with suppress(BeamqError), open_checkpoint(name) as opened:
-        notes += [f"{where} {what}; {REMEDY}" for where, what in zero_faults(opened)]
+    if isinstance(files, LocalFiles):
+        with suppress(BeamqError), open_checkpoint(name) as opened:
+            notes += [f"{where} {what}; {REMEDY}" for where, what in zero_faults(opened)]
     manifest = Manifest.parse(data or {})
     return Inspection(
         checkpoint=name,

@@ -16,8 +16,9 @@ from beamq.beam.tensors import Role
 from beamq.convert.quantize import quantize
 from beamq.errors import CheckpointError, UsageError
 from beamq.io.checkpoint import open_checkpoint
+from beamq.io.companions import companion_files, front_matter, restored_name
+from beamq.io.hub import cached_repo, could_be_path
 from beamq.plan.plan import Plan, make_plan
-from beamq.plan.sources import companion_files, restored_name
 from beamq.report.model_card import (
     COMPARISON_BEGIN,
     COMPARISON_END,
@@ -25,8 +26,6 @@ from beamq.report.model_card import (
     Origin,
     card_with_comparison,
     check_base_model,
-    could_be_path,
-    front_matter,
     hub_metadata,
     model_card,
     smallest_tensor_parallel,
@@ -84,7 +83,8 @@ def parsed(card: str) -> dict[str, Any]:
 
 
 def test_the_hub_library_reads_what_was_written(nano_copy: Path) -> None:
-    (nano_copy / "README.md").write_text(SOURCE_CARD)
+    card = SOURCE_CARD.replace("k: LICENSE", "k: ./LICENSE").replace("text-generation", "other")
+    (nano_copy / "README.md").write_text(card)
     (nano_copy / "LICENSE").write_text("Be kind.")
     with open_checkpoint(nano_copy) as source:
         plan = make_plan(source)
@@ -96,9 +96,9 @@ def test_the_hub_library_reads_what_was_written(nano_copy: Path) -> None:
         "license_name": "reflection-licence",
         "license_link": "LICENSE",
         "language": ["en", "de"],
-        "library_name": "vllm",
+        "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["beam", "nvfp4", "modelopt", "beamq", "vllm", "sglang"],
+        "tags": ["transformers", "beam", "nvfp4", "modelopt", "beamq", "vllm", "sglang"],
         "datasets": ["a/chats"],
     }
 
@@ -158,6 +158,18 @@ def test_a_base_model_is_an_id_on_the_hub_or_nothing(
     assert "secret" not in model_card(plan, origin, {})
 
 
+def test_a_snapshot_in_the_hubs_cache_is_its_repository(nano_copy: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--my--beam" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    nano_copy.rename(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    st.edit_config(snapshot, _name_or_path="other/beam")
+    for folder in (snapshot, tmp_path / "link"):
+        with open_checkpoint(folder) as source:
+            assert trace_origin(source, "").base_model == "org/my--beam"
+    assert cached_repo(tmp_path / "models--beam" / "snapshots" / "a") is None
+
+
 def test_a_folder_here_that_is_spelled_like_an_id_is_a_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +219,7 @@ def test_cards_of_cards_do_not_clash(nano_copy: Path, tmp_path: Path) -> None:
     (nano_copy / "README.md").write_text("# second")
     (nano_copy / "README.source.md").write_text("# first")
     with open_checkpoint(nano_copy) as source:
-        found = companion_files(source.source)
+        found = companion_files(source.source.listing())
     targets = [companion.target for companion in found]
     assert len(set(targets)) == len(targets)
     output = tmp_path / "out"
@@ -215,7 +227,7 @@ def test_cards_of_cards_do_not_clash(nano_copy: Path, tmp_path: Path) -> None:
     assert (output / "README.source.md").read_text() == "# second"
     assert (output / "README.source.source.md").read_text() == "# first"
     with open_checkpoint(output) as written:
-        back = {c.source: restored_name(c) for c in companion_files(written.source)}
+        back = {c.source: restored_name(c) for c in companion_files(written.source.listing())}
     assert back["README.md"] is None
     assert back["README.source.md"] == "README.md"
     assert back["README.source.source.md"] == "README.source.md"
@@ -227,8 +239,8 @@ def test_cards_of_cards_do_not_clash(nano_copy: Path, tmp_path: Path) -> None:
 def test_a_source_card_that_is_odd_is_no_obstacle(tmp_path: Path, text: str) -> None:
     path = tmp_path / "README.md"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    assert front_matter(path) == {}
-    assert front_matter(tmp_path / "none") == {}
+    assert front_matter(path)[0] == {}
+    assert front_matter(tmp_path / "none")[0] == {}
 
 
 def test_hostile_metadata_is_left_out(plan: Plan) -> None:
