@@ -37,8 +37,8 @@ _ATTENTION = ("qkv_gate", "o_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
-    """A finished layer. `suspects` maps a module to the tokens left out at its input; for experts,
-    the first such module."""
+    """A finished layer. `suspects` has a module of each input at which tokens were left out, and
+    their number."""
 
     layer: int
     inputs: dict[str, InputStats]
@@ -112,8 +112,7 @@ class Collector(Observer):
         suspects: dict[str, int] = {}
         for name, entry in self._entries.items():
             bad = entry.bad.cpu().numpy()
-            if bad.any():
-                suspects[_module(name, int(bad.nonzero()[0][0]))] = int(bad.sum())
+            suspects |= {_module(name, int(at)): int(bad[at]) for at in bad.nonzero()[0]}
             shape = entry.rows.shape if ".experts." in name else ()
             inputs[name] = InputStats(
                 amax=entry.amax.cpu().numpy().reshape(shape), rows=(entry.rows - bad).reshape(shape)
@@ -299,12 +298,17 @@ class TokenWatch:
     def look(self, record: LayerRecord, bad: Mapping[int, torch.Tensor]) -> None:
         """Count and name tokens that went bad in this layer: `bad_tokens` of all batches after it.
 
+        With experts="all", an input that is not finite may reach no hidden state; it is named too.
         Raises `CalibrationError` when more than `MAX_DROPPED_SHARE` of all tokens are bad.
         """
         where = f"at the output of model.layers.{record.layer}"
         if record.suspects:
             where = f"at the input of {next(iter(record.suspects))}"
         self._count(bad, where)
+        for module, count in record.suspects.items():
+            if count > self.dropped and len(self.names) < MAX_DROPPED_NAMES:
+                some = f"{count:,} of {self._total:,} tokens"
+                self.names.append(f"{some} at the input of {module}: not finite; check its weights")
 
     def _count(self, bad: Mapping[int, torch.Tensor], where: str) -> None:
         for number, bad_RT in sorted(bad.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from beamq.calib.input_scales import MIN_SCALE, coverage, input_scales
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.run import DevicePlan, LayerDone, plan_device
 from beamq.calib.statistics import CalibrationStats, layer_of, load_stats
+from beamq.cli import app
 from beamq.errors import (
     AlreadyQuantizedError,
     CalibrationError,
@@ -212,6 +214,30 @@ def test_an_expert_that_is_never_routed(
     assert every.inputs["layers.4.experts.down"].amax[3] > 0
     assert every.routed_tokens[4][3] == 0
     assert coverage(every, config).percent == 100
+
+
+def test_an_expert_that_overflows_where_no_token_goes(
+    nano_copy: Path, tmp_path: Path, config: BeamConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all experts, whose outputs are not used: no hidden state shows what is not finite."""
+    name = "model.layers.4.mlp.gate.e_score_correction_bias"
+    with open_checkpoint(nano_copy) as checkpoint:
+        bias = checkpoint.tensor(name).numpy().copy()
+    bias[6:8] = -100.0
+    changed = {name: bias, "model.layers.4.mlp.experts.7.up_proj.weight": np.full((64, 128), 3e38)}
+    edit(nano_copy, lambda found, _: changed.get(found))
+    stats = calibrate(nano_copy, tmp_path / "stats", experts="all", **SMALL)
+    (said,) = stats.dropped_names
+    place = "model.layers.4.mlp.experts.7.down_proj"
+    wanted = f"of 576 tokens at the input of {place}: not finite; check its weights"
+    assert re.fullmatch(rf"5\d\d {re.escape(wanted)}", said)
+    assert stats.dropped_rows == 0
+    command = ["calibrate", str(nano_copy), str(tmp_path / "again"), "--experts", "all"]
+    with pytest.raises(SystemExit) as left:
+        app([*command, "--samples", "6", "--sequence-length", "96"], prog_name="beamq")
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Left out: {said}." in shown
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-36])
@@ -565,7 +591,7 @@ def test_refusals_before_any_work(beam_nano: Path, nano_copy: Path, tmp_path: Pa
     for options, error, words in (
         ({"data": ["nowhere.txt"]}, CalibrationError, "nowhere.txt"),
         ({"sequence_length": 9000}, UsageError, "max_position_embeddings"),
-        ({"device": "abacus"}, UsageError, "expected cpu"),
+        ({"device": "abacus"}, UsageError, "expected auto, cpu"),
         ({"gemm": "fast-and-wrong"}, UsageError, "gemm 'fast-and-wrong'"),
     ):
         with pytest.raises(error, match=words):
