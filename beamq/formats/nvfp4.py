@@ -12,6 +12,9 @@ Codes are computed from the stored scale: codes for the ideal scale would shift 
 block when the rounded one is stored. All arithmetic is FP32 from the values as stored, one IEEE
 operation per step, so that other implementations can match every bit.
 
+Activations differ in one thing: the engines' kernels round a block scale of at most 2^-10 to 0, and
+the block to zeros (`flush`). A weight's block keeps 2^-9, as in ModelOpt.
+
 This is the readable statement of the rule; kernels/ has the fast ones, and tests hold them equal.
 Values must be finite: a block with a NaN or an infinity gets a finite scale and saturated codes
 here, but the kernels count it and callers refuse it.
@@ -127,11 +130,13 @@ def quantize(
     *,
     scale_rule: str = "max",
     weight_K: torch.Tensor | None = None,
+    flush: bool = False,
 ) -> QuantizedTensor:
     """`w_NK` [N, K] with block scales by the rule "max" or "sweep".
 
     `global_scale` is a scalar from 2^-126 to 2^117. `weight_K` (FP32, for the sweep only) weighs
-    the squared errors of the columns.
+    the squared errors of the columns. `flush` is for activations: codes of a block whose scale
+    rounds to 0 are 0.
     """
     n, k = w_NK.shape
     if k % NVFP4_BLOCK:
@@ -143,7 +148,10 @@ def quantize(
         weight_B16 = None if weight_K is None else weight_K.float().view(-1, NVFP4_BLOCK)
         block_scale_NB = sweep_scales(w_NB16, block_scale_NB, scale, weight_B16)
     step_NB = block_scale_NB.float() * scale
-    codes_NK = e2m1_codes(w_NB16 / step_NB.unsqueeze(-1)).view(n, k)
+    codes_NB16 = e2m1_codes(w_NB16 / step_NB.unsqueeze(-1))
+    if flush:
+        codes_NB16[flushed(w_NB16, scale)] = 0
+    codes_NK = codes_NB16.view(n, k)
     return QuantizedTensor(
         codes=pack_nibbles(codes_NK), block_scale=block_scale_NB, global_scale=scale.clone()
     )
@@ -155,6 +163,11 @@ def max_block_scales(w_NB16: torch.Tensor, global_scale: torch.Tensor) -> torch.
     ideal_NB = torch.nan_to_num(amax_NB / (6.0 * global_scale), nan=torch.inf, posinf=torch.inf)
     ideal_NB = torch.where(ideal_NB == 0, 1.0, ideal_NB)
     return to_e4m3(ideal_NB.clamp(E4M3_MIN, E4M3_MAX))
+
+
+def flushed(x_NB16: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Which FP32 blocks [..., 16] have a scale that rounds to 0 in E4M3, as bool [...]."""
+    return x_NB16.abs().amax(dim=-1) / (6.0 * global_scale) <= E4M3_MIN / 2
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

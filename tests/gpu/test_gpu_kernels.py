@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from beamq.formats import fp8, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, NVFP4_BLOCK
 from beamq.formats.nvfp4 import QuantizedTensor
+from beamq.model.gemm.operands import fp4_tokens
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(1, 16), (3, 48), (160, 96), (96, 160), (320, 2560), (129, 5120)]
@@ -105,6 +106,18 @@ def test_nvfp4_any_32_bits(gpu, scale: float) -> None:
     pattern = torch.randint(-(2**31), 2**31 - 1, (65536,), generator=generator)
     w = pattern.to(torch.int32).view(torch.float32)
     same_nvfp4(gpu, torch.where(w.isfinite(), w, 1.0).view(-1, 64), scale)
+
+
+@pytest.mark.parametrize("scale", [0.002, 1.0, 2.0**-40])
+def test_nvfp4_of_activations(gpu, scale: float) -> None:
+    """Codes and swizzled scales for tensor cores; blocks too small for a scale become zeros."""
+    x = hard(torch.bfloat16, scale)
+    x[4] = 0.003 * scale
+    ours, plain = (fp4_tokens(t, torch.tensor(scale, device=t.device)) for t in (x.cuda(), x))
+    assert torch.equal(ours.codes.cpu(), plain.codes)
+    assert torch.equal(bits(ours.block_scale), bits(plain.block_scale))
+    assert not plain.codes[4].any()
+    assert nvfp4.quantize(x, scale).codes[4].all()
 
 
 def test_nvfp4_near_ties(gpu) -> None:

@@ -359,8 +359,8 @@ def amax_kernel(
 #      is padded to 128 rows on its own; padding keeps what the buffer held (zeros).
 #
 # These kernels encode blocks with the same code as weights, so they give the bytes of
-# formats/nvfp4.py. SwiGLU's product is rounded to BF16 first, as in the forward pass that
-# calibration observes.
+# `nvfp4.quantize` with `flush`. SwiGLU's product is rounded to BF16 first, as in the forward pass
+# that calibration observes.
 
 _WORDS = tl.constexpr(8)
 
@@ -383,6 +383,12 @@ def _swiglu_words(gate: tl.tuple, up: tl.tuple) -> tl.tuple:
         pair = _bits(low) | (_bits(high) << 16)
         out = out + (pair,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's have none
     return out
+
+
+@triton.jit
+def _flush(codes: tl.tensor, ideal: tl.tensor) -> tl.tensor:
+    """Zeros where the block scale would round to 0: 2^-10 is the last that does."""
+    return tl.where(ideal <= 2.0**-10, 0, codes)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -417,7 +423,8 @@ def quantize_tokens_kernel(
     else:
         words = load_words(src, (token * PER_ROW + column) * _WORDS, inside, _WORDS, TILE, False)
     peak = block_amax(words, _WORDS, BF16)
-    low, high, scale, _ = encode_block(words, peak, tl.load(global_scale), _WORDS, BF16)
+    low, high, scale, ideal = encode_block(words, peak, tl.load(global_scale), _WORDS, BF16)
+    low, high = _flush(low, ideal), _flush(high, ideal)
     place = codes + (block[:, None] * 2 + tl.arange(0, 2)[None, :])
     tl.store(place, tl.join(low, high), mask=inside[:, None])
     if PLACED:
@@ -491,7 +498,7 @@ def dequantize_kernel(
 
 
 # Activations as the values that a tensor core would multiply: BF16 [T, K], code * block scale of
-# `nvfp4.quantize`, which is exact. A token with a NaN or infinity becomes all zeros.
+# `nvfp4.quantize` with `flush`, which is exact. A token with a NaN or infinity becomes all zeros.
 #
 # Codes are decoded at once, so 32 bytes are read for each block and 32 written, where plain torch
 # passes over FP32 copies a dozen times. A program owns a token, so it knows whether all of it is
@@ -533,7 +540,8 @@ def operand_kernel(
     peak = block_amax(words, _WORDS, BF16)
     # Blocks beyond the row are zeros. A NaN is not less than infinity.
     finite = tl.min((peak < float("inf")).to(tl.int32), axis=0)
-    low, high, scale, _ = encode_block(words, peak, tl.load(global_scale), _WORDS, BF16)
+    low, high, scale, ideal = encode_block(words, peak, tl.load(global_scale), _WORDS, BF16)
+    low, high = _flush(low, ideal), _flush(high, ideal)
     factor = scale.to(tl.float32)
     place = out + (block[:, None] * _WORDS + tl.arange(0, 4)[None, :])
     tl.store(place, _four_pairs(low, factor, TILE) * finite, mask=inside[:, None])

@@ -88,7 +88,8 @@ def fp4_tokens(
         )
     else:
         x_TK = plain_swiglu(x_TK) if swiglu else x_TK
-        q = nvfp4.quantize(x_TK if rows is None else x_TK.index_select(0, rows), input_scale)
+        x_SK = x_TK if rows is None else x_TK.index_select(0, rows)
+        q = nvfp4.quantize(x_SK, input_scale, flush=True)
         linear = torch.zeros(padded, q.block_scale.shape[1], dtype=torch.uint8, device=x_TK.device)
         where = torch.arange(count, device=x_TK.device) if placed is None else placed
         linear[where] = q.block_scale.view(torch.uint8)

@@ -15,9 +15,7 @@ order of FP32 sums. On a CPU the operands are decoded to FP32 (its BF16 GEMM wou
 before the scales); on CUDA to BF16 with an FP32 result. All experts of a layer share one
 `input_scale`, the maximum over them, as the serving engines do.
 
-Limits: weights are decoded at every call, so memory stays that of the stored format. A block of
-activations whose scale is below 2^-9, the smallest in E4M3, gets 2^-9, as Model-Optimizer does.
-Engines' kernels are reported to flush such a block to zero, which has not been verified.
+Limits: weights are decoded at every call, so memory stays that of the stored format.
 """
 
 from __future__ import annotations
@@ -113,20 +111,20 @@ def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> Quant
 
 
 def nvfp4_operand(x_TK: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """FP32 code * block_scale of `formats.nvfp4.quantize(x_TK, global_scale)`, without packing.
+    """FP32 code * block_scale of `nvfp4.quantize(x_TK, global_scale, flush=True)`, not packed.
 
     `torch.round` ties to even, and on the grid's three spacings (1/2 below 2, 1 below 4, 2 above)
     that is the tie to the even code.
     """
     x_TB16 = x_TK.float().view(x_TK.shape[0], x_TK.shape[1] // NVFP4_BLOCK, NVFP4_BLOCK)
     ideal_TB1 = x_TB16.abs().amax(-1, keepdim=True) / (E2M1_MAX * global_scale)
-    ideal_TB1 = torch.where(ideal_TB1 == 0, 1.0, ideal_TB1).clamp_(E4M3_MIN, E4M3_MAX)
-    scale_TB1 = to_e4m3(ideal_TB1).float()
+    kept_TB1 = ~(ideal_TB1 <= E4M3_MIN / 2)  # a NaN stays
+    scale_TB1 = to_e4m3(ideal_TB1.clamp(E4M3_MIN, E4M3_MAX)).float()
     code = x_TB16 / (scale_TB1 * global_scale)
     size = code.abs()
     grid = torch.where(size < 2, code.mul(2).round_().div_(2), code.round())
     grid = torch.where(size < 4, grid, code.div_(2).round_().mul_(2).clamp_(-E2M1_MAX, E2M1_MAX))
-    return grid.mul_(scale_TB1).flatten(1)
+    return grid.mul_(scale_TB1 * kept_TB1).flatten(1)
 
 
 def decode(weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ from beamq.errors import TensorError, UsageError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, e2m1_values, unpack_nibbles
 from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.operands import fp4_tokens
 from beamq.model.gemm.reference import decode, nvfp4_operand, weight_operand
 from beamq.model.gemm.select import select_gemm
 
@@ -56,10 +57,25 @@ def test_activations_are_quantized_by_the_formats_rule(seed: int, spread: int, a
     x[0, :16] = 0
     x[1] = torch.tensor(E2M1_MAGNITUDES).repeat(8) * 1.25  # ties at the stored scale
     scale = nvfp4.global_scale_from_amax(amax)
-    q = nvfp4.quantize(x, scale)
+    q = nvfp4.quantize(x, scale, flush=True)
     codes = e2m1_values(unpack_nibbles(q.codes)).view(4, -1, 16)
     wanted = (codes * q.block_scale.float().unsqueeze(-1)).flatten(1)
     assert torch.equal(nvfp4_operand(x, scale), wanted)
+
+
+@pytest.mark.parametrize(("ideal", "kept"), [(2.0**-9, 6), (2.0**-10 * 1.01, 3), (2.0**-10, 0)])
+def test_blocks_of_activations_that_engines_flush(ideal: float, kept: float) -> None:
+    """A scale that rounds to 0 in E4M3 takes its block with it, as in vLLM and FlashInfer; the
+    same block of a weight keeps the smallest scale, as in ModelOpt."""
+    x = torch.full((1, 32), 0.1 * ideal)
+    x[0, 0], x[0, 16] = -6 * ideal, 6.0
+    operand = nvfp4_operand(x, torch.tensor(1.0))
+    assert operand[0, 0] == -kept * 2.0**-9
+    assert operand[0, 16] == 6
+    assert bool(operand[0, :16].any()) == bool(kept)
+    codes = fp4_tokens(x, torch.tensor(1.0)).codes
+    assert bool(codes[0, :8].any()) == bool(kept)
+    assert nvfp4.dequantize(nvfp4.quantize(x, 1.0))[0, 0] != 0
 
 
 @pytest.mark.parametrize("midpoint", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
