@@ -8,16 +8,18 @@ In: a folder that `verify` passes at levels `structure` and `quick`, and a repos
 
 huggingface_hub's `upload_folder` skips files that have arrived, so a stopped push continues when it
 is run again. Loaders look for index and configs, so these come last, and an older version of them
-is deleted before its weights are replaced. Hidden files are never sent. Weight files that only the
-repository has are refused, not deleted: vLLM would read them.
+is deleted before its weights are replaced, with beamq's other files of an earlier push. What
+`io.companions` would not copy is not sent, nor are hidden files. Weight files that only the
+repository has are refused, not deleted: vLLM would read them. Other files stay, and are named.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +28,12 @@ from typing import TYPE_CHECKING
 from beamq.errors import CheckFailed, HubError, UsageError
 from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
-from beamq.io.companions import WEIGHT_SUFFIXES
+from beamq.io.companions import WEIGHT_SUFFIXES, WRITTEN_ANEW, hidden, reason_left
 from beamq.io.hub import has_token, hub_call, no_token, parse_hub_id
-from beamq.io.manifest import MANIFEST_NAME
-from beamq.io.shard_writer import PARTIAL
+from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.source import INDEX_NAME
-from beamq.options import takes
+from beamq.options import ignore, takes
+from beamq.report.model_card import card_gaps
 from beamq.units import short_repr
 from beamq.version import __version__
 
@@ -46,16 +48,22 @@ Advance = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushFile:
-    """A file to send. The `last` ones make the repository loadable."""
+    """A file to send. The `last` ones make the repository loadable; `there` says that the
+    repository had the same content before."""
 
     path: str
     nbytes: int
     last: bool
+    there: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushResult:
-    """What was sent, or would be. `commit` and `url` are None for a dry run."""
+    """What was sent, or would be. `commit` and `url` are None for a dry run.
+
+    `kept_back` are files of the folder that are not sent, and why; `others` files that only the
+    repository has, which stay there; `gaps` what its page lacks (`card_gaps`).
+    """
 
     __repr__ = short_repr
 
@@ -64,7 +72,10 @@ class PushResult:
     private: bool
     dry_run: bool
     files: tuple[PushFile, ...]
+    kept_back: tuple[tuple[str, str], ...] = ()
+    gaps: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     commit: str | None = None
     url: str | None = None
     seconds: float = 0.0
@@ -85,15 +96,17 @@ def push(
     dry_run: bool = False,
     show_progress: bool = False,
     checking: Callable[[], AbstractContextManager[Advance | None]] = nullcontext,
+    on_plan: Callable[[PushResult], None] = ignore,
 ) -> PushResult:
     """Upload a folder to `repo` (org/name) and check what arrived.
 
     The repository and the branch `revision` are made if they do not exist; `private` refuses one
     that is public already. `show_progress` lets huggingface_hub draw its bars on stderr.
     Every byte is first compared with beamq.json; `dry_run` then sends nothing. `checking` makes a
-    context around the comparison and yields what to call with bytes done and in total. Raises
-    `CheckFailed` for a folder that verify refuses and for a listing that differs at the end,
-    `UsageError`, `HubError`, `HubUnreachableError`.
+    context around the comparison and yields what to call with bytes done and in total; `on_plan`
+    is called with the result of a dry run before anything is sent. Raises `CheckFailed` for a
+    folder that verify refuses and for a listing that differs at the end, `UsageError`, `HubError`,
+    `HubUnreachableError`.
     """
     begun = time.monotonic()
     folder = Path(checkpoint).expanduser()
@@ -105,21 +118,35 @@ def push(
         raise no_token(repo, "uploading")
     with checking() as progress:
         _require_bytes(folder, progress)
-    files = files_to_push(folder)
+    files, kept_back = files_to_push(folder)
     branch = revision or "main"
-    result = PushResult(repo=repo, revision=branch, private=private, dry_run=dry_run, files=files)
+    result = PushResult(
+        repo=repo, revision=branch, private=private, dry_run=dry_run, files=files,
+        kept_back=kept_back, gaps=card_gaps(folder),
+    )  # fmt: skip
     if dry_run:
         return result
+    on_plan(result)
     pusher = _Pusher(folder, repo, branch, files)
-    with _bars(show_progress):
+    with _library_output(show_progress):
         pusher.prepare(private)
-        withdrawn = pusher.withdraw()
+        before = pusher.listing(branch)
+        withdrawn = pusher.withdraw(before)
         pusher.upload([file for file in files if not file.last], "weights")
         commit = pusher.upload([file for file in files if file.last], "index and configs")
-        pusher.compare(commit)
-    url = f"{pusher.endpoint}/{repo}/tree/{branch}"
-    seconds = time.monotonic() - begun
-    return replace(result, withdrawn=withdrawn, commit=commit, url=url, seconds=seconds)
+        after = pusher.listing(commit)
+        pusher.compare(after, commit)
+    ids = {path: each.blob_id for path, each in before.items() if path not in withdrawn}
+    names = {file.path for file in files}
+    return replace(
+        result,
+        files=tuple(replace(f, there=ids.get(f.path) == after[f.path].blob_id) for f in files),
+        withdrawn=withdrawn,
+        others=tuple(path for path in after if path not in names and not hidden(path)),
+        commit=commit,
+        url=f"{pusher.endpoint}/{repo}/tree/{branch}",
+        seconds=time.monotonic() - begun,
+    )
 
 
 def _require_structure(folder: Path) -> None:
@@ -158,16 +185,21 @@ def _require_ok(folder: Path, report: VerifyReport, level: str) -> None:
     )
 
 
-def files_to_push(folder: Path) -> tuple[PushFile, ...]:
-    """All files but hidden, state and partial ones; at the end those that make it loadable."""
-    found = []
+def files_to_push(folder: Path) -> tuple[tuple[PushFile, ...], tuple[tuple[str, str], ...]]:
+    """The files to send, with those at the end that make it loadable; the names of others that are
+    not hidden, and why they stay behind."""
+    own = {INDEX_NAME, *(Manifest.read(folder / MANIFEST_NAME).shards or ())}
+    found, kept_back = [], []
     for path in sorted(folder.rglob("*")):
-        relative = path.relative_to(folder)
-        hidden = any(part.startswith(".") for part in relative.parts)
-        if path.is_file() and not hidden and not path.name.endswith(PARTIAL):
-            name = relative.as_posix()
+        name = path.relative_to(folder).as_posix()
+        if hidden(name) or not path.is_file():
+            continue
+        why = None if name in own else reason_left(name)
+        if why not in (None, WRITTEN_ANEW):
+            kept_back.append((name, str(why)))
+        else:
             found.append(PushFile(path=name, nbytes=path.stat().st_size, last=name in LAST_NAMES))
-    return tuple(sorted(found, key=lambda file: file.last))
+    return tuple(sorted(found, key=lambda file: file.last)), tuple(kept_back)
 
 
 class _Pusher:
@@ -206,12 +238,12 @@ class _Pusher:
                 lambda: api.create_branch(repo, branch=branch, exist_ok=True),
             )
 
-    def withdraw(self) -> tuple[str, ...]:
-        """Delete index and configs that differ from ours, before their weights change.
+    def withdraw(self, there: Mapping[str, RepoFile]) -> tuple[str, ...]:
+        """Delete index and configs that differ from ours, before their weights change, and beamq's
+        other files that we do not have.
 
         Raises `HubError` if there are weights that this checkpoint does not have.
         """
-        there = self._listing(self._branch)
         ours = {file.path for file in self._files}
         foreign = [path for path in there if path.endswith(WEIGHT_SUFFIXES) and path not in ours]
         if foreign:
@@ -223,7 +255,10 @@ class _Pusher:
             )
         old = [name for name in LAST_NAMES if name in there]
         same = all(self._is_same(there[name]) for name in old)
-        if not old or (same and MANIFEST_NAME in old):  # the manifest has every checksum
+        if same and MANIFEST_NAME in old:  # the manifest has every checksum
+            old = []
+        old += [path for path in there if path.startswith("beamq-") and path not in ours]
+        if not old:
             return ()
         from huggingface_hub import CommitOperationDelete
 
@@ -254,12 +289,11 @@ class _Pusher:
         )
         return str(info.oid)
 
-    def compare(self, commit: str) -> None:
+    def compare(self, there: Mapping[str, RepoFile], commit: str) -> None:
         """Raise `CheckFailed` if the listing lacks a file, or has one of another size or content.
 
         Of shards only the size is compared.
         """
-        there = self._listing(commit)
         wrong = []
         for file in self._files:
             found = there.get(file.path)
@@ -276,7 +310,8 @@ class _Pusher:
                 " push again"
             )
 
-    def _listing(self, revision: str) -> dict[str, RepoFile]:
+    def listing(self, revision: str) -> dict[str, RepoFile]:
+        """What the repository has."""
         from huggingface_hub.hf_api import RepoFile
 
         entries = hub_call(
@@ -292,7 +327,7 @@ class _Pusher:
         if not path.is_file() or path.stat().st_size != there.size:
             return False
         if there.size > MAX_HASHED_BYTES:
-            return True  # only shards are so large
+            return True  # the library compares them as it sends
         data = path.read_bytes()
         if there.lfs is not None:
             return hashlib.sha256(data).hexdigest() == there.lfs.sha256
@@ -300,15 +335,18 @@ class _Pusher:
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """Keep the library's progress bars off the terminal unless they are wanted."""
+def _library_output(bars: bool) -> Iterator[None]:
+    """Keep the library's warnings off the terminal, and its progress bars unless wanted."""
     from huggingface_hub import utils
 
-    if shown or utils.are_progress_bars_disabled():
-        yield
-        return
-    utils.disable_progress_bars()
+    verbosity, hide = utils.logging.get_verbosity(), not bars
+    hide = hide and not utils.are_progress_bars_disabled()
+    utils.logging.set_verbosity(logging.ERROR)
+    if hide:
+        utils.disable_progress_bars()
     try:
         yield
     finally:
-        utils.enable_progress_bars()
+        utils.logging.set_verbosity(verbosity)
+        if hide:
+            utils.enable_progress_bars()

@@ -159,6 +159,11 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
             "Calibration is missing: the same command with --overwrite instead of --no-calibration"
             " adds it."
         )
+    if "base_model" not in (manifest.get("source") or {}):
+        missing.append(
+            "The card names no base model: before you publish, write base_model: org/name into"
+            " README.md's metadata, or give --base-model."
+        )
     verify = shlex.join(["beamq", "verify", str(result.output), "--source", source])
     return [Table(rows=rows), "", *missing, Command(f"next: {verify}")]
 

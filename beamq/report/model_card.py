@@ -307,6 +307,19 @@ def card_with_comparison(folder: Path, table: str) -> None:
     write_file(path, text.encode(), resumable=False)
 
 
+def card_gaps(folder: Path) -> tuple[str, ...]:
+    """What the Hub's page of a folder would lack, each with the remedy."""
+    front, fault = front_matter(folder / "README.md")
+    if fault is not None:
+        return (f"metadata that can be read: {fault}",)
+    remedies = {
+        "base_model": "the source's id on the Hub; quantize takes --base-model org/name",
+        "license": "the source's card states none",
+        "model-index": "figures of a comparison; compare --write-card adds them",
+    }
+    return tuple(f"{key} ({remedy})" for key, remedy in remedies.items() if not front.get(key))
+
+
 def _between_markers(content: str) -> str:
     return f"{COMPARISON_BEGIN}\n{content.strip()}\n{COMPARISON_END}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from beamq.cli import app
+from beamq.convert.quantize import quantize
 from beamq.errors import CheckFailed, HubError, HubUnreachableError, UsageError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.publish import LAST_NAMES, push
@@ -49,9 +51,80 @@ def test_everything_arrives_index_and_configs_last(hub: HubServer, output: Path)
     assert result.commit == hub.repos[REPO].refs["main"]
     assert result.nbytes == sum(map(len, sent(output).values()))
     assert result.url == f"{hub.endpoint}/{REPO}/tree/main"
+    assert not any(file.there for file in result.files)
     commits = len(hub.commits)
-    assert push(output, REPO).withdrawn == ()
+    again = push(output, REPO)
+    assert again.withdrawn == ()
+    assert all(file.there for file in again.files)
     assert len(hub.commits) == commits, "nothing changed, nothing committed"
+
+
+@pytest.mark.parametrize("option", ["--quiet", "--json"])
+def test_a_push_says_what_was_there_and_the_library_says_nothing_UEP51(
+    hub: HubServer, output: Path, capfd: pytest.CaptureFixture[str], option: str
+) -> None:
+    for sent_first in (True, False):
+        with pytest.raises(SystemExit) as left:
+            app(["push", str(output), REPO, option], prog_name="beamq")
+        assert left.value.code == 0
+        shown = capfd.readouterr()
+        if option == "--json":
+            assert shown.err.startswith("Note: the card lacks base_model")
+            assert "modified" not in shown.err
+            assert "LFS" not in shown.err
+            files = json.loads(shown.out)["files"]
+            assert [file["there"] for file in files] == [not sent_first] * len(files)
+        else:
+            assert shown.err == ""
+            found = re.search(r"^sent +(.*)\nalready there +(.*)$", shown.out, re.MULTILINE)
+            assert found is not None
+            assert [part == "nothing" for part in found.groups()] == [not sent_first, sent_first]
+
+
+def test_another_format_leaves_nothing_of_beamqs_and_names_the_rest(
+    hub: HubServer,
+    output: Path,
+    beam_nano: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    earlier = Path(shutil.copytree(output, tmp_path / "earlier"))
+    for name in ("beamq-coverage.txt", "USE_POLICY.md"):
+        (earlier / name).write_text(name)
+    push(earlier, REPO)
+    quantize(beam_nano, tmp_path / "fp8", recipe="fp8", max_shard_bytes=690_000)
+    names, others = ({p.name for p in f.glob("*.safetensors")} for f in (output, tmp_path / "fp8"))
+    assert names == others
+    with pytest.raises(SystemExit) as left:
+        app(["push", str(tmp_path / "fp8"), REPO, "--quiet"], prog_name="beamq")
+    assert left.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "also has 2 files that are not in the folder: USE_POLICY.md, code/tool [1].py." in shown
+    assert "beamq-coverage.txt" in shown.partition("Withdrawn first: ")[2]
+    assert set(there(hub)) == {*sent(tmp_path / "fp8"), "USE_POLICY.md", "code/tool [1].py"}
+
+
+def test_what_looks_like_a_secret_stays_here_and_gaps_are_said_first(
+    hub: HubServer, output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(output, tmp_path / "more"))
+    for name in ("id_rsa", "old.pkl"):
+        (folder / name).write_text(name)
+    for options in (["--dry-run"], []):
+        with pytest.raises(SystemExit) as left:
+            app(["push", str(folder), REPO, *options], prog_name="beamq")
+        assert left.value.code == 0
+        captured = capsys.readouterr()
+        said = " ".join((captured.out if options else captured.err).split())
+        assert "Note: the card lacks base_model (" in said
+        assert "license (" in said
+        assert "model-index (" in said
+        assert "id_rsa (may be a secret), old.pkl (pickles)" in said
+    assert there(hub) == sent(output)
+    (folder / "README.md").write_text("---\nbase_model: [\n---\n")
+    assert "not valid YAML" in push(folder, REPO, dry_run=True).gaps[0]
+    (folder / "README.md").write_text("---\nbase_model: a/b\nlicense: mit\nmodel-index: [x]\n---\n")
+    assert push(folder, REPO, dry_run=True).gaps == ()
 
 
 def test_failing_servers_and_cut_connections(hub: HubServer, output: Path) -> None:
@@ -225,5 +298,5 @@ def test_a_dry_run_lists_and_sends_nothing(
     with pytest.raises(SystemExit):
         app(["push", str(output), REPO, "--quiet"], prog_name="beamq")
     shown = capsys.readouterr().out
-    assert f"repository        {REPO}" in shown
+    assert f"repository     {REPO}" in shown
     assert hub.repos[REPO].refs["main"] in shown

@@ -519,6 +519,7 @@ def test_a_conversion_tells_what_it_does(run: Run, beam_nano: Path, tmp_path: Pa
     assert "54.3% of the weights" in ran.out
     assert ran.out.splitlines()[-1].startswith("next: beamq verify '")
     assert "Calibration is missing" in ran.out
+    assert "The card names no base model" in ran.out
     assert ran.out.splitlines()[-1].endswith(f"--source {beam_nano}")
     assert "\x1b" not in ran.out + ran.err
     again = run("quantize", beam_nano, output, "--no-calibration", "--resume", "--json", "-q")
