@@ -12,18 +12,20 @@
     │   ├── CalibrationError            calibration data or a statistics file
     │   ├── HubError                    a repository is missing, gated, or refuses access
     │   └── ResumeError                 the output belongs to another run
-    ├── EnvironmentFault            4   the machine: disk, memory, devices, packages
-    │   ├── DiskError
-    │   ├── MemoryBudgetError
-    │   ├── DeviceError
-    │   ├── OutputBusyError
-    │   ├── HubUnreachableError         offline, no token, or the Hub does not answer
-    │   └── MissingDependencyError
+    └── EnvironmentFault            4   the machine: disk, memory, devices, packages
+        ├── DiskError
+        ├── MemoryBudgetError
+        ├── DeviceError
+        ├── OutputBusyError
+        ├── HubUnreachableError         offline, no token, or the Hub does not answer
+        └── MissingDependencyError
+    KeyboardInterrupt
     └── Interrupted               130   Ctrl-C or SIGTERM; the run can be resumed
 
 A message says what is wrong, where, what was expected and what to do, in one or two lines. The
-command line catches `BeamqError` once and exits with its `exit_code`; any other exception that
-escapes is a defect of beamq.
+command line catches these once and exits with their `exit_code`; any other exception that escapes
+is a defect of beamq. `Interrupted` is no `Exception`: a loop over models that logs every
+`Exception` and goes on must stop at Ctrl-C.
 """
 
 from __future__ import annotations
@@ -180,8 +182,16 @@ class MissingDependencyError(EnvironmentFault):
     remedy = "Install the named package; `beamq doctor` lists all packages."
 
 
-class Interrupted(BeamqError):
+class Interrupted(KeyboardInterrupt):
     """The user stopped the run; finished shards are kept."""
 
-    exit_code = 130
-    remedy = "Run the same command with `--resume`."
+    exit_code: ClassVar[int] = 130
+    remedy: ClassVar[str] = "Run the same command with `--resume`."
+    reported_by_rank_0: bool = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, MAX_MESSAGE))
+
+
+OURS = (BeamqError, Interrupted)
+"""What beamq raises on purpose."""

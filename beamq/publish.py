@@ -29,6 +29,7 @@ from beamq.errors import CheckFailed, HubError, UsageError
 from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
 from beamq.io.companions import WEIGHT_SUFFIXES, WRITTEN_ANEW, hidden, reason_left
+from beamq.io.files import user_path
 from beamq.io.hub import has_token, hub_call, no_token, parse_hub_id
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.source import INDEX_NAME
@@ -109,7 +110,7 @@ def push(
     `HubUnreachableError`.
     """
     begun = time.monotonic()
-    folder = Path(checkpoint).expanduser()
+    folder = user_path(checkpoint)
     asked = parse_hub_id(repo)
     if asked is None or asked.revision is not None:
         raise UsageError(f"{repo!r}: expected a repository's name, org/name (and --revision)")

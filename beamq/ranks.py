@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from beamq.errors import BeamqError, EnvironmentFault, Interrupted, UsageError, shown_value
+from beamq.errors import OURS, EnvironmentFault, Interrupted, UsageError, shown_value
+from beamq.limits import usable_cores
 
 LAST_PORT = 65535
 MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to write than another
@@ -201,7 +202,7 @@ class Ranks:
         """Exchange errors; raise that of the lowest failed rank, unless it is this one's own."""
         if self.world == 1 or self.broken:
             return
-        own = error is None or isinstance(error, BeamqError)
+        own = error is None or isinstance(error, OURS)
         words = "" if error is None else f"another rank failed (rank {self.rank}: {_words(error)}"
         try:
             found = self.gather(error if own else EnvironmentFault(f"{words[:300]})"))
@@ -269,9 +270,9 @@ class Ranks:
 
 def _words(error: BaseException) -> str:
     """The error as other ranks report it: with its class where it is a defect of beamq's."""
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return str(error) if isinstance(error, BeamqError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, OURS):
+        return str(error)
+    return "interrupted" if type(error) is KeyboardInterrupt else f"{type(error).__name__}: {error}"
 
 
 def _same_failure(first: str | None, error: BaseException) -> bool:
@@ -283,7 +284,7 @@ def _same_failure(first: str | None, error: BaseException) -> bool:
 
 def _reported(error: Any) -> Any:
     """`error`, marked as one that rank 0 reports as well."""
-    if isinstance(error, BeamqError):
+    if isinstance(error, OURS):
         error.reported_by_rank_0 = True
     return error
 
@@ -325,8 +326,7 @@ def cores_here() -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not (text.isdecimal() and int(text)):
         raise UsageError(f"LOCAL_WORLD_SIZE must be a whole number above 0, not {text[:40]!r}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (cores or 1) // int(text))
+    return max(1, usable_cores() // int(text))
 
 
 def stretch(sizes: Sequence[int], ranks: Ranks) -> range:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from beamq import errors
-from beamq.errors import BeamqError
+from beamq.errors import BeamqError, Interrupted
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 HEAD = """# Errors
@@ -41,21 +41,24 @@ rank 0 prints shared errors; other ranks print only their own, as `rank 1: error
 """
 TAIL = """
 In Python all of them are in `beamq` (`beamq.DiskError`), and `except beamq.BeamqError` catches them
-all. `InputError` is about what the user gave, `EnvironmentFault` about the machine. After an
-`EnvironmentFault` or an interruption, finished shards are kept and the same call with `resume=True`
-continues. A run that is refused before it begins (too little disk, an output in use) leaves
-nothing.
+all but `Interrupted`, which is a `KeyboardInterrupt`, so that a loop over models that goes on after
+an error still ends at Ctrl-C. `InputError` is about what the user gave, `EnvironmentFault` about
+the machine. After an `EnvironmentFault` or an interruption, finished shards are kept and the same
+call with `resume=True` continues. A run that is refused before it begins (too little disk, an
+output in use) leaves nothing.
 """
 
 
 def classes(
     base: type[BeamqError] = BeamqError, depth: int = 0
-) -> Iterator[tuple[int, type[BeamqError]]]:
-    """The tree below `base`, in the order of the file."""
+) -> Iterator[tuple[int, type[BeamqError] | type[Interrupted]]]:
+    """The tree below `base`, in the order of the file; at its end `Interrupted`."""
     for child in base.__subclasses__():
         if child.__module__ == errors.__name__:
             yield depth, child
             yield from classes(child, depth + 1)
+    if base is BeamqError:
+        yield 0, Interrupted
 
 
 def table() -> str:

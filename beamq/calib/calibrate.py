@@ -27,6 +27,7 @@ from beamq.calib.statistics import (
 )
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.checkpoint import open_checkpoint
+from beamq.io.files import user_path
 from beamq.io.journal import OutputLock, refuse_busy
 from beamq.io.shard_writer import disk_errors, make_folder
 from beamq.options import from_keywords, ignore, takes
@@ -78,7 +79,7 @@ def calibrate(
     options = from_keywords(CalibrationOptions, keywords)
     events = from_keywords(CalibrationEvents, keywords)
     ranks = current_ranks()
-    target = Path(stats).expanduser()
+    target = user_path(stats)
     if target.exists() and not (options.resume or options.overwrite):
         raise _in_the_way(target)
     check_replaceable(target)
@@ -207,13 +208,13 @@ def merge_statistics(paths: Sequence[str | Path], target: str | Path) -> Calibra
 
     Raises `CalibrationError` where they do not belong together, `ResumeError` if `target` exists.
     """
-    target = Path(target).expanduser()
+    target = user_path(target)
     if len(paths) < 2:
         raise CalibrationError(f"merging takes at least two statistics files, {len(paths)} given")
     if target.exists():
         raise ResumeError(f"{target}: exists; choose another name")
-    merged = load_stats(Path(paths[0]).expanduser())
+    merged = load_stats(user_path(paths[0]))
     for path in paths[1:]:
-        merged = merge(merged, load_stats(Path(path).expanduser()))
+        merged = merge(merged, load_stats(user_path(path)))
     save_stats(merged, target)
     return merged

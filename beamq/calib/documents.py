@@ -48,6 +48,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from beamq.errors import BeamqError, CalibrationError, MissingDependencyError
+from beamq.io.files import user_path
 from beamq.io.hub import hub_call
 
 # `datasets` and `pyarrow` are imported where they are used: 0.2 to 1 s, and most runs need neither.
@@ -409,10 +410,10 @@ def parse_spec(text: str) -> DataSpec:
     """Read one `--data`. Raises `CalibrationError` for a bad weight or an unknown name."""
     if not text.strip():
         raise CalibrationError("--data is empty; give a file, a folder or a dataset's name")
-    if Path(text).expanduser().exists():
+    if user_path(text).exists():
         return _path_spec(text, text, 1.0)
     name, weight = _split_weight(text)
-    if Path(name).expanduser().exists():
+    if user_path(name).exists():
         return _path_spec(text, name, weight)
     found = _HUB.fullmatch(name)
     if found is None or _looks_like_path(name):
@@ -460,7 +461,7 @@ def _split_weight(text: str) -> tuple[str, float]:
 
 
 def _path_spec(text: str, name: str, weight: float) -> DataSpec:
-    path = Path(name).expanduser()
+    path = user_path(name)
     kind: Literal["file", "folder"] = "folder" if path.is_dir() else "file"
     if kind == "file" and not _is_known(path):
         raise CalibrationError(

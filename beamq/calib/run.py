@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from beamq import limits
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import classify
 from beamq.calib.collector import Collector, LayerPace, TokenWatch, combine
@@ -100,6 +101,8 @@ class CalibrationSetup:
             taken_nbytes=taken_nbytes,
         )
         self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
+        fewer = "use fewer --samples or a smaller --max-device-memory, or a larger machine"
+        limits.check_room(plan.least_nbytes, self.plan.host_nbytes, "the calibration", fewer)
         self.fingerprint = checkpoint.content_digest()
 
     @property
@@ -131,13 +134,15 @@ class CalibrationSetup:
 class DevicePlan:
     """Experts in a slice (None: whole layers) and bytes of states on the device (None: all).
 
-    `device_nbytes` is what a GPU needs (0 on a CPU), `host_nbytes` what the host needs.
+    `device_nbytes` is what a GPU needs (0 on a CPU), `host_nbytes` what the host needs at most,
+    `least_nbytes` what it needs in any case.
     """
 
     slice_experts: int | None
     resident_nbytes: int | None
     device_nbytes: int
     host_nbytes: int
+    least_nbytes: int
 
 
 def batch_rows(device: torch.device, samples: int, length: int) -> list[slice]:
@@ -187,11 +192,13 @@ def plan_device(
     on_device = states if resident is None else min(states, resident)
     embedding = config.vocab_size * config.hidden_size * dtype.itemsize + states
     here = weights // _UNITS + states - on_device if on_gpu else weights + activations + states
+    held = sizes.expert * (experts if count is None else count) + width * dtype.itemsize
     return DevicePlan(
         slice_experts=count,
         resident_nbytes=resident,
         device_nbytes=weights + activations + on_device if on_gpu else 0,
         host_nbytes=max(here, embedding),
+        least_nbytes=states - on_device if on_gpu else held,
     )
 
 

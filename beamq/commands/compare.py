@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from beamq.commands.options import Checkpoint, Source, command, place
 from beamq.errors import UsageError, counted
 from beamq.eval.compare.options import CompareOptions, SensitivityOptions
+from beamq.io.files import user_path
 from beamq.options import Flag, option
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def sensitivity(
     recipe = wanted.write_recipe if choice is not None else None
     if recipe is not None and choice is not None:
         text = recipe_yaml(sparing_recipe(found, choice))
-        write_file(recipe.expanduser(), text.encode(), resumable=False)
+        write_file(user_path(recipe), text.encode(), resumable=False)
     page = None if wanted.report is None else write_sensitivity(found, choice, wanted.report)
     screen.show(
         lambda: {

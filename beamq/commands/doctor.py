@@ -11,11 +11,10 @@ import platform
 import shutil
 import sys
 import tempfile
-from contextlib import suppress
 from importlib import util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from beamq import limits
 from beamq.commands.options import command
 from beamq.units import show_bytes
 from beamq.version import __version__
@@ -53,7 +52,7 @@ def doctor_data() -> dict[str, Any]:
     backend, fault = _cpu_kernels()
     gpus, gpu_note = _gpus()
     cores = os.cpu_count()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores or 1
+    memory = limits.memory()
     gemm = None
     if util.find_spec("torch") is not None:
         from beamq.model.gemm.check import probe  # torch
@@ -64,8 +63,8 @@ def doctor_data() -> dict[str, Any]:
         "beamq": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "cpu": {"cores": cores, "usable": usable, "workers": default_workers()},
-        "memory": _memory(),
+        "cpu": {"cores": cores, "usable": limits.usable_cores(), "workers": default_workers()},
+        "memory": {"total_bytes": memory.total, "available_bytes": memory.available},
         "kernels": {"cpu": backend, "fault": fault},
         "packages": {name: _version(name) for name, _ in PACKAGES},
         "gpus": gpus,
@@ -118,17 +117,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _memory() -> dict[str, int | None]:
-    found: dict[str, int] = {}
-    # Only Linux has this file; elsewhere both values are null.
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if rest.split()[1:] == ["kB"]:
-                found[key] = int(rest.split()[0]) * 1024
-    return {"total_bytes": found.get("MemTotal"), "available_bytes": found.get("MemAvailable")}
 
 
 def _cpu_kernels() -> tuple[str | None, str | None]:

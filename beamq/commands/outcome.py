@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING
 
 from beamq.errors import (
-    BeamqError,
+    OURS,
     DiskError,
     Interrupted,
     MemoryBudgetError,
@@ -41,6 +41,7 @@ Body = Callable[["Screen"], int | None]
 def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> int:
     """Run a command's body, which may return an exit code of its own (0 or 1)."""
     try:
+        _check_folder()
         from beamq.report.console import Screen  # rich
 
         return body(Screen(as_json=as_json, quiet=quiet)) or 0
@@ -50,9 +51,20 @@ def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool =
         return report_error(_named(raised), as_json=as_json, debug=debug)
 
 
+def _check_folder() -> None:
+    """Refuse to run in a folder that is gone: relative paths fail there, and so does torch (MKL
+    ends the process with exit code 2)."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise DiskError(
+            "the current folder was removed; change to another one and run this again"
+        ) from None
+
+
 def _named(raised: BaseException) -> BaseException:
     """The `BeamqError` for what Python or a library raised; other defects as they are."""
-    if isinstance(raised, KeyboardInterrupt):
+    if type(raised) is KeyboardInterrupt:
         return Interrupted("interrupted")
     if (
         isinstance(raised, MemoryError)
@@ -77,7 +89,7 @@ def _named(raised: BaseException) -> BaseException:
 
 def report_error(error: BaseException, *, as_json: bool = False, debug: bool = False) -> int:
     """Write an error to stderr, with `as_json` to stdout as well. Returns its exit code."""
-    if isinstance(error, BeamqError):
+    if isinstance(error, OURS):
         kind, text, code = type(error).__name__, str(error), error.exit_code
     else:
         kind, code = "InternalError", 1
@@ -98,9 +110,7 @@ def _reported_by_rank_0(error: BaseException) -> bool:
     marks other errors that it raised at every rank."""
     if isinstance(error, Interrupted) and "LOCAL_RANK" in os.environ:
         return True
-    return isinstance(error, UsageError) or (
-        isinstance(error, BeamqError) and error.reported_by_rank_0
-    )
+    return isinstance(error, UsageError) or (isinstance(error, OURS) and error.reported_by_rank_0)
 
 
 def _lines(text: str) -> str:

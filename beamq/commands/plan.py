@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from beamq.commands.options import Source, command
 from beamq.convert.options import ConvertOptions, PlanOptions
 from beamq.errors import counted
+from beamq.io.files import user_path
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
@@ -146,7 +147,7 @@ def needs_data(plan: Plan, folder: Path, options: PlanOptions | ConvertOptions) 
         }
     return {
         "disk_bytes": disk_nbytes(plan, cache),
-        "disk_free_bytes": free_nbytes(folder.expanduser()),
+        "disk_free_bytes": free_nbytes(user_path(folder)),
         "host_memory_bytes": predicted_host_nbytes(plan, workers, options.max_host_memory),
         "workers": workers,
         "hub": hub,

@@ -18,6 +18,7 @@ import mmap
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar, assert_never
@@ -401,5 +402,6 @@ def _anonymous(nbytes: int) -> mmap.mmap:
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        buffer.madvise(mmap.MADV_HUGEPAGE)  # a page fault for 2 MiB instead of 4 KiB
+        with suppress(OSError):  # advice: a kernel without huge pages refuses it
+            buffer.madvise(mmap.MADV_HUGEPAGE)  # a page fault for 2 MiB instead of 4 KiB
     return buffer

@@ -17,7 +17,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from beamq import devices
+from beamq import devices, limits
 from beamq.convert.cpu_worker import HELD_BYTES, CpuWorkerFactory, WorkerFactory, piece_bytes
 from beamq.errors import DeviceError, MemoryBudgetError
 from beamq.io.checkpoint import Checkpoint
@@ -141,11 +141,15 @@ def check_memory(work: Work, budget: int) -> None:
         )
 
 
-def check_address_space(work: Work, workers: int, budget: int) -> None:
+def check_room(work: Work, workers: int, budget: int) -> None:
     """Raise `MemoryBudgetError` if a limit on address space (`ulimit -v`) leaves too little.
 
     A thread that cannot start for want of memory dies silently, and its starter waits for ever.
+    A warning says when the machine or its container may have too little memory.
     """
+    needed = predicted_host_nbytes(work, workers, budget)
+    fewer = "use fewer --workers or a smaller --max-host-memory"
+    limits.check_room(0, needed, "the conversion", fewer)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if limit == resource.RLIM_INFINITY:
@@ -155,13 +159,11 @@ def check_address_space(work: Work, workers: int, budget: int) -> None:
     except (OSError, ValueError):  # not Linux
         return
     stack = THREAD_BYTES if stack == resource.RLIM_INFINITY else stack
-    needed = predicted_host_nbytes(work, workers, budget)
     needed += (workers + 1) * (stack + THREAD_BYTES)
     if used + needed > limit:
         raise MemoryBudgetError(
             f"the limit on address space (ulimit -v) is {show_bytes(limit)} and"
-            f" {show_bytes(used + needed)} are needed; raise it, or use fewer --workers or a"
-            " smaller --max-host-memory"
+            f" {show_bytes(used + needed)} are needed; raise it, or {fewer}"
         )
 
 

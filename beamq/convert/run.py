@@ -28,7 +28,7 @@ from beamq.convert.cpu_worker import JobContext, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.convert.open_shards import OpenShards, join
 from beamq.convert.options import ConvertOptions, DequantizeOptions
-from beamq.convert.resources import check_address_space, check_cache
+from beamq.convert.resources import check_cache, check_room
 from beamq.errors import Interrupted, ResumeError, TensorError, counted
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
@@ -115,7 +115,7 @@ class Conversion:
         options, first = self.options, self.ranks.first
         try:
             with self.ranks.meeting():
-                check_address_space(self.work, self.workers, self.memory)
+                check_room(self.work, self.workers, self.memory)
                 if first:
                     check_small_tensors(self.checkpoint, self.work)
                     claim = output_folder.Claim(

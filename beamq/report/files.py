@@ -152,7 +152,7 @@ def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
         summary = tables.summary(comparison.source, [candidate])
         table = markdown(replace(summary, head=("", "source", "this checkpoint")))
         parts = (candidate.verdict.headline, table, tables.text_line(comparison), CAVEAT)
-        card_with_comparison(Path(folder).expanduser(), "\n\n".join(parts))
+        card_with_comparison(user_path(folder), "\n\n".join(parts))
 
 
 # --- a sensitivity ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 import beamq
 from beamq import errors
-from beamq.errors import BeamqError, UsageError, printable
+from beamq.errors import BeamqError, Interrupted, UsageError, printable
 
 CODES = {
     "CheckFailed": 1, "UsageError": 2, "InputError": 3, "CheckpointError": 3, "ConfigError": 3,
@@ -64,6 +64,7 @@ def test_messages_are_one_line_of_print() -> None:
     assert str(fault).isprintable()
     assert str(fault).startswith(r"a\x1b[31m\nb\ud800\u202e")
     assert len(str(fault)) < 2100
+    assert str(pickle.loads(pickle.dumps(Interrupted("a\nb")))) == r"a\nb"
     assert printable("größe ∑ 模型") == "größe ∑ 模型"
     short = UsageError("give one")
     assert str(pickle.loads(pickle.dumps(short))) == str(short)

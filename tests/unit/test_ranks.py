@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from beamq.errors import (
+    OURS,
     BeamqError,
     DiskError,
     EnvironmentFault,
@@ -160,7 +161,7 @@ def meet_with(ranks: Ranks, error: BaseException | None) -> BaseException:
 
 
 def told(error: BaseException) -> bool:
-    return isinstance(error, BeamqError) and error.reported_by_rank_0
+    return isinstance(error, OURS) and error.reported_by_rank_0
 
 
 def test_words_about_another_rank() -> None:

@@ -276,9 +276,10 @@ def tiles(operand: Fp4Operand) -> torch.Tensor:
 
 
 def cache_folder() -> Path:
-    """The user's folder for check results and compiled kernels. It may not exist yet."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "beamq"
+    """The user's folder for check results and compiled kernels. It may not exist yet; where the
+    user has no home, nothing can be written to it."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.devnull if base.startswith("~") else base) / "beamq"
 
 
 def _import_quack() -> Any:
