@@ -1,4 +1,4 @@
-"""The two small floating-point grids, and rounding onto them, in plain torch.
+"""The two small floating-point grids, rounding onto them, and low-rank sums, in plain torch.
 
 E2M1 (FP4) has a sign and the magnitudes 0, .5, 1, 1.5, 2, 3, 4, 6; a code is sign * 8 + index into
 them. E4M3 (FP8, the "fn" kind) has no infinity, one NaN per sign and a largest value of 448.
@@ -77,6 +77,49 @@ def scale_from_amax(amax: torch.Tensor, largest: float) -> torch.Tensor:
     scale = torch.where(amax == 0, 1.0, amax) / torch.full_like(amax, largest)
     return scale.clamp(min=SCALE_FLOOR)
 
+
+def fma(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """FP32 x * y + z, rounded once; shapes broadcast.
+
+    The FP64 product is exact. The FP64 sum is rounded to odd: an inexact one whose last bit is even
+    moves to the neighbour on the exact sum's side. This has enough bits for the last rounding to be
+    that of the exact sum, also to FP32's subnormal numbers.
+    """
+    product, addend = x.double() * y.double(), z.double()
+    total = product + addend
+    back = total - product
+    rest = (product - (total - back)) + (addend - back)  # exactly what the sum lost
+    bits = total.view(torch.int64)
+    inexact = (rest > 0) | (rest < 0)  # NaN, where the sum is infinite: neither
+    away = torch.where(rest.signbit() == total.signbit(), 1, -1)
+    return torch.where(inexact & (bits & 1 == 0), bits + away, bits).view(torch.float64).float()
+
+
+def add_low_rank(
+    w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """`w` [..., N, K] + (b a) * scaling as `dtype`: how a LoRA adapter is merged into a weight.
+
+    `w` is BF16, F16 or FP32; `a` FP32 [..., r, K]; `b` FP32 [..., N, r]. Each element takes the
+    same FP32 operations in the same order on every device: sum = 0, then sum = fma(b_j, a_j, sum)
+    for each j in order; sum * scaling (an FP32 number); w + that; one rounding to `dtype`. A value
+    beyond `dtype`'s range becomes infinite, and a NaN the positive quiet one.
+    """
+    total = torch.zeros(w.shape, dtype=torch.float32, device=w.device)
+    for j in range(a.shape[-2]):
+        total = fma(b[..., :, j : j + 1], a[..., j : j + 1, :], total)
+    factor = torch.tensor(scaling, dtype=torch.float32, device=w.device)
+    merged = w.float() + total * factor
+    bits, nan = _NAN_BITS[dtype]
+    nans = torch.full_like(merged, nan, dtype=bits)
+    return torch.where(merged.isnan(), nans, merged.to(dtype).view(bits)).view(dtype)
+
+
+_NAN_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+    torch.float32: (torch.int32, 0x7FC00000),
+}
 
 TORCH_DTYPES: dict[str, torch.dtype] = {  # by safetensors name
     "BOOL": torch.bool,

@@ -47,6 +47,7 @@ enum { BF16 = 0, F16 = 1, F32 = 2 };
 
 #define INF_BITS 0x7F800000u
 #define ABS_MASK 0x7FFFFFFFu
+#define QUIET_NAN 0x7FC00000u
 #define E4M3_MIN 0x1p-9f /* smallest positive E4M3 */
 #define E4M3_MAX 448.0f
 #define SCALE_FLOOR 0x1p-126f /* smallest normal float: reciprocals stay finite */
@@ -176,10 +177,22 @@ INLINE float e4m3_value(u32 code) {
     return as_float(bits | (code & 0x80u) << 24);
 }
 
+/* BF16 bits, nearest even, of bits that are no NaN or QUIET_NAN. */
+INLINE u32 round_to_bf16(u32 bits) { return (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16; }
+
 /* BF16 bits, nearest even; a NaN becomes the quiet one of its sign. */
 INLINE u32 to_bf16(u32 bits) {
-    u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    u32 rounded = round_to_bf16(bits);
     return (bits & ABS_MASK) > INF_BITS ? 0x7FC0u | (bits >> 16 & 0x8000u) : rounded;
+}
+
+/* F16 bits likewise; from 65,520 on it is infinity. Subnormal ones count multiples of 2^-24. */
+INLINE u32 to_f16(u32 bits) {
+    u32 a = bits & ABS_MASK;
+    u32 normal = ((a + 0xFFFu + ((a >> 13) & 1u)) >> 13) - (112u << 10);
+    u32 small = as_bits(as_float(a) + 0.5f) & 0x7FFu;
+    u32 large = a < 0x477FF000u ? normal : a > INF_BITS ? 0x7E00u : 0x7C00u;
+    return (a < 0x38800000u ? small : large) | (bits >> 16 & 0x8000u); /* 2^-14 */
 }
 
 /* ---- conversions and scans ----------------------------------------------------------- */

@@ -13,6 +13,7 @@
 #include <Python.h>
 
 #include "_compare.h"
+#include "_lowrank.h"
 
 /* ---- one body, several instruction sets ---------------------------------------------------- */
 
@@ -37,10 +38,11 @@ static int best_level(void) {
                : 1;
 }
 
+/* A body may ask for its own LEVEL; the variable `level` is what the machine has. */
 #define LEVELS(type, name, params, args, ...)        \
-    static type name##_baseline params __VA_ARGS__   \
-    AVX2 static type name##_avx2 params __VA_ARGS__  \
-    AVX512 static type name##_avx512 params __VA_ARGS__ \
+    static type name##_baseline params { enum { LEVEL = 0 }; __VA_ARGS__ }  \
+    AVX2 static type name##_avx2 params { enum { LEVEL = 1 }; __VA_ARGS__ } \
+    AVX512 static type name##_avx512 params { enum { LEVEL = 2 }; __VA_ARGS__ } \
     static type name params {                        \
         if (level == 2) return name##_avx512 args;   \
         if (level == 1) return name##_avx2 args;     \
@@ -49,7 +51,13 @@ static int best_level(void) {
 #else
 static int level = 0;
 static int best_level(void) { return 0; }
-#define LEVELS(type, name, params, args, ...) static type name params __VA_ARGS__
+#ifdef __FP_FAST_FMAF
+#define FMA_ONLY 1
+#else
+#define FMA_ONLY 0
+#endif
+#define LEVELS(type, name, params, args, ...) \
+    static type name params { enum { LEVEL = FMA_ONLY }; __VA_ARGS__ }
 #endif
 
 LEVELS(amax_result, run_amax, (const void *src, size_t n, int dtype), (src, n, dtype), {
@@ -108,6 +116,12 @@ LEVELS(int64_t, run_convert, (const void *src, size_t n, int from, void *out, in
            if (to == BF16) return convert_body(src, n, F16, out, BF16);
            return convert_body(src, n, F16, out, F32);
        })
+
+/* At level 1 three rows of sums fit 16 registers of 8 numbers (or 32 of 4), at level 2 eight. */
+LEVELS(int, run_add_low_rank, (const low_rank *t), (t), {
+    low_rank_body(t, LEVEL == 2 ? 8 : LEVEL == 1 ? 3 : 1, LEVEL > 0);
+    return 0;
+})
 
 LEVELS(comparison, run_nvfp4_compare,
        (const void *src, size_t blocks, int dtype, const u8 *codes, const u8 *scales, float global,
@@ -178,6 +192,23 @@ static int is_global_scale(double scale) {
     if (scale >= (double)SCALE_FLOOR && scale <= 0x1p117) return 1; /* NaN fails both */
     PyErr_SetString(PyExc_ValueError, "global_scale must be finite, from 2**-126 to 2**117");
     return 0;
+}
+
+static int is_scaling(double scaling) {
+    if (scaling > -0x1.ffffffp127 && scaling < 0x1.ffffffp127) return 1; /* what rounds to FP32 */
+    PyErr_SetString(PyExc_ValueError, "scaling must be finite in FP32");
+    return 0;
+}
+
+/* The rank r of FP32 factors a [r, k] and b [rows, r], or -1 with an exception set. */
+static Py_ssize_t rank_of(const Py_buffer *a, const Py_buffer *b, Py_ssize_t k, Py_ssize_t rows) {
+    Py_ssize_t rank = row_count(a, 4, k);
+    if (rank == 0) PyErr_SetString(PyExc_ValueError, "a is empty; the rank is at least 1");
+    if (rank <= 0) return -1;
+    if (b->len / 4 / rank == rows && b->len % (4 * rank) == 0) return rank; /* cannot overflow */
+    PyErr_Format(PyExc_ValueError, "b holds %zd bytes, needs %zd rows of %zd FP32 values", b->len,
+                 rows, rank);
+    return -1;
 }
 
 static void release(Py_buffer *buffers, int count) {
@@ -351,6 +382,34 @@ static PyObject *py_convert(PyObject *self, PyObject *args) {
     return result;
 }
 
+static PyObject *py_add_low_rank(PyObject *self, PyObject *args) {
+    Py_buffer b[4] = {{0}, {0}, {0}, {0}}; /* src, a, b, out */
+    const char *name, *out_name;
+    Py_ssize_t k, rows, rank;
+    double scaling;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*sny*y*dw*s:add_low_rank", &b[0], &name, &k, &b[1], &b[2],
+                          &scaling, &b[3], &out_name))
+        return NULL;
+    PyObject *result = NULL;
+    int dtype = dtype_code(name), out_dtype = dtype < 0 ? -1 : dtype_code(out_name);
+    if (out_dtype >= 0 && out_dtype != dtype && out_dtype != F32) {
+        PyErr_Format(PyExc_ValueError, "out_dtype '%s' is neither F32 nor src's", out_name);
+    } else if (out_dtype >= 0 && is_scaling(scaling) &&
+               (rows = row_count(&b[0], item_size(dtype), k)) >= 0 &&
+               (rank = rank_of(&b[1], &b[2], k, rows)) > 0 &&
+               has_size("out", &b[3], rows * k * (Py_ssize_t)item_size(out_dtype))) {
+        low_rank t = {b[0].buf, b[1].buf, b[2].buf, b[3].buf, (size_t)rows, (size_t)k, (size_t)rank,
+                      (float)scaling, dtype, out_dtype};
+        Py_BEGIN_ALLOW_THREADS
+        run_add_low_rank(&t);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    release(b, 4);
+    return result;
+}
+
 static PyObject *comparison_tuple(comparison r) {
     return Py_BuildValue("dddLL", r.sum_sq_error, r.sum_sq_source, r.max_abs_error,
                          (long long)r.out_of_bound, (long long)r.first_out_of_bound);
@@ -449,6 +508,7 @@ static PyMethodDef methods[] = {
     {"nvfp4_dequantize", py_nvfp4_dequantize, METH_VARARGS, NULL},
     {"fp8_dequantize_rows", py_fp8_dequantize_rows, METH_VARARGS, NULL},
     {"convert", py_convert, METH_VARARGS, NULL},
+    {"add_low_rank", py_add_low_rank, METH_VARARGS, NULL},
     {"nvfp4_compare", py_nvfp4_compare, METH_VARARGS, NULL},
     {"fp8_compare", py_fp8_compare, METH_VARARGS, NULL},
     {"equal", py_equal, METH_VARARGS, NULL},

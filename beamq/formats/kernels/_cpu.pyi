@@ -24,6 +24,17 @@ def fp8_dequantize_rows(
     codes: Buffer, scales: Buffer, k: int, out: Buffer, out_dtype: str, /
 ) -> None: ...
 def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str, /) -> int: ...
+def add_low_rank(
+    src: Buffer,
+    dtype: str,
+    k: int,
+    a: Buffer,
+    b: Buffer,
+    scaling: float,
+    out: Buffer,
+    out_dtype: str,
+    /,
+) -> None: ...
 def nvfp4_compare(
     src: Buffer,
     src_dtype: str,

@@ -179,6 +179,24 @@ def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
     return overflowed
 
 
+def add_low_rank(
+    src: Buffer,
+    dtype: str,
+    k: int,
+    a: Buffer,
+    b: Buffer,
+    scaling: float,
+    out: Buffer,
+    out_dtype: str,
+) -> None:
+    """`numerics.add_low_rank`: src [N, k] + (b a) * scaling, to `out` [N, k].
+
+    `a` is FP32 [r, k] and `b` FP32 [N, r], with r at least 1. `out_dtype` is "F32" or src's own;
+    then `out` may be `src` itself. No other overlap is allowed, and it is not looked for.
+    """
+    _backend.add_low_rank(src, dtype, k, a, b, scaling, out, out_dtype)
+
+
 def nvfp4_compare(
     src: Buffer,
     src_dtype: str,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from beamq.formats import fp8, nvfp4
+from beamq.formats import fp8, numerics, nvfp4
 from beamq.formats.numerics import (
     E2M1_MAGNITUDES,
     E4M3_MIN,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _GLOBAL_SCALE_MAX = 2.0**117
+_FP32_END = 2.0**128 - 2.0**103  # from here on FP32 rounds to infinity
 
 
 def amax(src: Buffer, dtype: str) -> tuple[float, int, int]:
@@ -124,6 +125,30 @@ def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
     converted = _cast(values, dtype)
     target.copy_(_bytes(converted))
     return int((values.isfinite() & converted.isinf()).sum())
+
+
+def add_low_rank(
+    src: Buffer,
+    dtype: str,
+    k: int,
+    a: Buffer,
+    b: Buffer,
+    scaling: float,
+    out: Buffer,
+    out_dtype: str,
+) -> None:
+    w_NK = _source(src, dtype, k)
+    if out_dtype not in ("F32", dtype):
+        raise ValueError(f"out_dtype '{out_dtype}' is neither F32 nor src's")
+    if not abs(scaling) < _FP32_END:
+        raise ValueError("scaling must be finite in FP32")
+    a_RK = _source(a, "F32", k)
+    n, r = w_NK.shape[0], a_RK.shape[0]
+    if r == 0:
+        raise ValueError("a is empty; the rank is at least 1")
+    b_NR = _sized("b", b, n * r * 4).clone().view(torch.float32).view(n, r)
+    target = _sized("out", out, n * k * _DTYPES[out_dtype].itemsize)
+    target.copy_(_bytes(numerics.add_low_rank(w_NK, a_RK, b_NR, scaling, _DTYPES[out_dtype])))
 
 
 def nvfp4_compare(
