@@ -11,22 +11,26 @@ drawings.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from beamq.errors import DiskError, UsageError, counted
-from beamq.eval.compare.records import CAVEAT, Comparison, listed
+from beamq.eval.compare.records import CAVEAT, Candidate, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
 from beamq.io.files import read_small, user_path
 from beamq.io.shard_writer import disk_errors, make_folder, write_file
 from beamq.options import takes
 from beamq.report import charts, tables
-from beamq.report.model_card import card_with_comparison
+from beamq.report.model_card import COMPARED, TASK, calibration_datasets, card_with_comparison
 from beamq.report.tables import Table, markdown, page
 from beamq.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 JSON_NAME, MARKDOWN_NAME, HTML_NAME = "report.json", "report.md", "report.html"
 MAX_REPORT_BYTES = 1 << 30
@@ -152,7 +156,39 @@ def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
         summary = tables.summary(comparison.source, [candidate])
         table = markdown(replace(summary, head=("", "source", "this checkpoint")))
         parts = (candidate.verdict.headline, table, tables.text_line(comparison), CAVEAT)
-        card_with_comparison(user_path(folder), "\n\n".join(parts))
+        results = _results(comparison, candidate)
+        card_with_comparison(user_path(folder), "\n\n".join(parts), results)
+
+
+def _results(comparison: Comparison, candidate: Candidate) -> list[EvalResult]:
+    """The main figures as the Hub shows evaluations; those that are not finite are left out."""
+    from huggingface_hub import EvalResult
+
+    data, found = comparison.data, candidate.divergence
+    datasets = calibration_datasets({"data": [data]})
+    figures = {
+        "perplexity": (f"Perplexity (source: {found.ppl_base.value:.3f})", found.ppl),
+        "kl_divergence": ("Mean KL divergence from the source, nats a token", found.mean_kld),
+        "same_top_token": (
+            "Share of tokens whose likeliest next token is the source's",
+            found.same_top,
+        ),
+    }
+    return [
+        EvalResult(
+            task_type=TASK,
+            task_name=COMPARED,
+            dataset_type=datasets[0] if len(datasets) == 1 else "text",
+            dataset_name=str(data["description"]),
+            dataset_config=f"{counted(data['samples'], 'row')} of"
+            f" {data['sequence_length']} tokens, digest {str(data['digest'])[:12]}",
+            metric_type=kind,
+            metric_name=name,
+            metric_value=float(f"{figure.value:.6g}"),
+        )
+        for kind, (name, figure) in figures.items()
+        if math.isfinite(figure.value)
+    ]
 
 
 # --- a sensitivity ----------------------------------------------------------------------------

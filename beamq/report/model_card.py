@@ -13,10 +13,10 @@ given by the user, the SOURCE itself (a folder in the Hub's cache as well), or t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from beamq.beam.tensors import Role
 from beamq.errors import CheckpointError, UsageError, counted
@@ -30,6 +30,9 @@ from beamq.plan.serving import GPUS, KV_ITEMSIZE, default_context, fit, model_we
 from beamq.report.tables import FORMAT_NAMES, Table, page, role_sums
 from beamq.units import show_bytes, show_count
 from beamq.version import __version__
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 LAYOUT_TAGS = {"nvfp4": "modelopt", "fp8": "compressed-tensors"}
 # The Hub offers vLLM and SGLang only for text generation with transformers. (For NVFP4 its snippet
@@ -247,6 +250,7 @@ _METHOD_TEXTS = {
     "gptq": "rounded by GPTQ on the activations of the calibration text",
     "second-moment": "errors weighted by the second moments of calibrated inputs",
 }
+COMPARED = "Comparison with the source"
 COMPARISON_BEGIN = "<!-- beamq: comparison -->"
 COMPARISON_END = "<!-- beamq: end of comparison -->"
 _COMPARISON = re.compile(f"{COMPARISON_BEGIN}.*?{COMPARISON_END}", re.DOTALL)
@@ -291,9 +295,12 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
     )
 
 
-def card_with_comparison(folder: Path, table: str) -> None:
+def card_with_comparison(folder: Path, table: str, results: Sequence[EvalResult] = ()) -> None:
     """Write a comparison into the card of a folder, in place of an earlier one; at the end of a
-    card without the markers. Raises `CheckpointError` if there is no card."""
+    card without the markers. Raises `CheckpointError` if there is no card.
+
+    `results`, whose `task_name` is `COMPARED`, go into the metadata, if there are any to read.
+    """
     path = folder / "README.md"
     try:
         text = path.read_text(encoding="utf-8")
@@ -304,7 +311,24 @@ def card_with_comparison(folder: Path, table: str) -> None:
         text = _COMPARISON.sub(lambda _: block, text, count=1)
     else:
         text = f"{text.rstrip()}\n\n## Comparison with the source\n\n{block}\n"
+    if results and front_matter(path)[0]:
+        text = _with_results(text, results)
     write_file(path, text.encode(), resumable=False)
+
+
+def _with_results(text: str, results: Sequence[EvalResult]) -> str:
+    """The card with `results` in its `model-index`, and those of other evaluations as they were."""
+    from huggingface_hub import ModelCard
+
+    try:
+        card: Any = ModelCard(text)
+    except (AttributeError, TypeError, ValueError):  # of metadata that the Hub would not read
+        return text
+    others = [each for each in card.data.eval_results or () if each.task_name != COMPARED]
+    card.data.eval_results = [*others, *results]
+    title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
+    card.data.model_name = card.data.model_name or ("Beam" if title is None else title[1].strip())
+    return str(card.content)
 
 
 def card_gaps(folder: Path) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from beamq.io.manifest import Manifest
 from beamq.io.shard_writer import write_json
 from beamq.model.context import Observer
 from beamq.model.logits import logits
+from beamq.report.model_card import card_gaps
 from beamq.report.tables import summary
 from tests.helpers.checkpoint_damage import edit_json, flip
 from tests.helpers.model_fixtures import hf_logits, hf_model, quantized_copy, random_beam, text_ids
@@ -353,6 +354,44 @@ def test_write_card(
     assert text.startswith("# Mine\n")
     assert text.count("| Mean KLD |") == 1
     assert str(tmp_path) not in text
+
+
+def test_figures_are_in_the_cards_metadata(
+    run: Callable[..., tuple[int, str]], beam_nano: Path, made: dict[str, Path], tmp_path: Path
+) -> None:
+    from huggingface_hub import EvalResult, ModelCard
+
+    folder = Path(shutil.copytree(made["fp8"], tmp_path / "fp8"))
+    write_json(folder / "beamq.json", {"recipe": {"name": "fp8"}})
+    mine = (
+        "model-index:\n- name: mine\n  results:\n  - task: {type: text-generation}\n"
+        "    dataset: {name: MMLU, type: cais/mmlu}\n    metrics: [{type: accuracy, value: 0.5}]\n"
+    )
+    options = ("--samples", "1", "--sequence-length", "32", "--quiet", "--write-card")
+    for front, theirs in ((f"license: mit\n{mine}", ["accuracy"]), ("license: mit\n", [])):
+        (folder / "README.md").write_text(f"---\n{front}---\n# Beam in FP8\n")
+        for _ in range(2):  # the second time, in place of the first
+            assert run("compare", beam_nano, folder, *options)[0] == 0
+        text = (folder / "README.md").read_text()
+        data = ModelCard(text).data
+        assert data.license == "mit"
+        assert data.model_name == ("mine" if theirs else "Beam in FP8")
+        results: list[EvalResult] = data.eval_results or []
+        kinds = [each.metric_type for each in results]
+        assert kinds == [*theirs, "perplexity", "kl_divergence", "same_top_token"]
+        assert f"{results[-2].metric_value:.5f}" in text.partition("| Mean KLD |")[2]
+        assert str(tmp_path) not in text
+        assert not any(gap.startswith("model-index") for gap in card_gaps(folder))
+    for line in (
+        "license: [",
+        "model-index: [x]",
+        "tags: 5",
+        "model-index: [{name: a, results: [b]}]",
+    ):
+        broken = f"---\n{line}\n---\n# A\n"
+        (folder / "README.md").write_text(broken)
+        assert run("compare", beam_nano, folder, *options)[0] == 0
+        assert (folder / "README.md").read_text().startswith(broken)
 
 
 def converted(nano: Path, output: Path) -> Path:
