@@ -32,6 +32,7 @@ shuffles. Why not the `datasets` library for files: ADR 13.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
@@ -358,6 +359,7 @@ OTHER_SUFFIXES = (  # of files that are not read, but are no dataset either
 MAX_WHOLE_CHARACTERS = 1 << 28
 JSONL_BLOCK_BYTES = 1 << 16
 MAX_UNITS_PER_FILE = 1 << 16
+CHECKED_BYTES = 256 << 20  # of a text file, before its pieces are drawn
 MAX_WAITING_CHARACTERS = 1 << 26
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?((,[a-z]+=[^,]+)*)")
 _HUB_OPTIONS = ("config", "split", "revision")
@@ -601,6 +603,8 @@ def _units(path: Path, piece: int, named: bool) -> list[_Unit]:
     length = piece if _kind(path) in TEXT_SUFFIXES else JSONL_BLOCK_BYTES
     try:
         size = path.stat().st_size
+        if named and _kind(path) in TEXT_SUFFIXES:
+            _refuse_other_encodings(path)
     except OSError as fault:
         raise _unreadable(path, fault) from fault
     stride = max(length, math.ceil(size / MAX_UNITS_PER_FILE))
@@ -608,6 +612,28 @@ def _units(path: Path, piece: int, named: bool) -> list[_Unit]:
         _Unit(path, start, min(start + length, size), length, named)
         for start in range(0, size, stride)
     ]
+
+
+def _refuse_other_encodings(path: Path) -> None:
+    """Raise `CalibrationError` for what is not UTF-8: which pieces are read depends on the seed."""
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        while at < CHECKED_BYTES:
+            data = file.read(1 << 20)
+            begun = len(decoder.getstate()[0])  # bytes of a character that the last read cut
+            try:
+                decoder.decode(data, final=not data)
+            except UnicodeDecodeError as fault:
+                raise _other_encoding(path, at - begun + fault.start) from None
+            if not data:
+                return
+            at += len(data)
+
+
+def _other_encoding(path: Path, place: int) -> CalibrationError:
+    return CalibrationError(
+        f"{path}: not UTF-8 at byte {place}; convert it (iconv -t UTF-8) or leave it out"
+    )
 
 
 def _text_piece(unit: _Unit, log: SourceLog) -> Iterator[str]:
@@ -620,10 +646,7 @@ def _text_piece(unit: _Unit, log: SourceLog) -> Iterator[str]:
         text = data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as fault:
         if unit.named:
-            raise CalibrationError(
-                f"{unit.path}: not UTF-8 at byte {unit.start + fault.start};"
-                " convert it (iconv -t UTF-8) or leave it out"
-            ) from None
+            raise _other_encoding(unit.path, unit.start + fault.start) from None
         log.skip("pieces that are not UTF-8", str(unit.path))
         return
     if text.strip():

@@ -127,8 +127,10 @@ class LocalFiles(SourceFiles):
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
-        if (root / "snapshots").is_dir() and not (root / "config.json").exists():
-            found = sorted(path.name for path in (root / "snapshots").iterdir())
+        inside = root.name == "snapshots" and root.parent.name.startswith("models--")
+        snapshots = root if inside else root / "snapshots"
+        if snapshots.is_dir() and not (root / "config.json").exists():
+            found = sorted(path.name for path in snapshots.iterdir())
             raise CheckpointError(
                 f"{root}: a repository in the Hub's cache; give one of its snapshots:"
                 f" {few([f'snapshots/{name}' for name in found]) or 'there is none yet'}"

@@ -294,6 +294,8 @@ def _gpu(name: str, text: str) -> Gpu:
     own, equals, size = name.partition("=")
     if equals or own[:1].isdigit():
         nbytes = parse_size(size or own, f"--gpu {text!r}:")
+        if nbytes < 1e9:
+            raise UsageError(f"--gpu {text!r}: below 1 GB; write a GPU's memory as in 96GB")
         label = f"{own if equals else ''} {nbytes / 1e9:g} GB".lstrip()
         return Gpu(name=own or size, label=label, nbytes=nbytes)
     if name not in known:

@@ -722,8 +722,10 @@ def test_a_folder_of_the_hubs_cache_names_its_snapshots(
     cached = tmp_path / "models--org--name"
     (cached / "snapshots" / "abc").parent.mkdir(parents=True)
     (cached / "snapshots" / "abc").symlink_to(beam_nano)
-    for command in ("plan", "inspect", "verify"):
-        code, _, err = run(command, cached)
+    for command, folder in (
+        ("plan", cached), ("inspect", cached), ("verify", cached), ("plan", cached / "snapshots")
+    ):  # fmt: skip
+        code, _, err = run(command, folder)
         assert code == 3
         assert "give one of its snapshots: snapshots/abc" in err
     assert run("plan", cached / "snapshots" / "abc")[0] == 0

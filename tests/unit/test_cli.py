@@ -232,6 +232,7 @@ def test_no_submodule_hides_a_public_name() -> None:
         (["quantize", "NANO", "OUT", "--no-calibration", "--max-host-memory", "1kB"], 4,
          "--max-host-memory"),
         (["verify", "NOWHERE"], 3, "no such folder"),
+        (["verify", "org/name@main"], 3, "hf download org/name --local-dir"),
         (["inspect", "NOWHERE"], 3, "no such folder"),
         (["dequantize", "NANO", "OUT"], 3, "nothing is quantized"),
     ],

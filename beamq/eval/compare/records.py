@@ -46,8 +46,8 @@ class ComparedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetyVerdict:
-    """Whether a candidate is safe to serve, as far as the `bounds` of the recipe `bounds_of` can
-    tell; `safe` is None where no bounds apply. `text` gives the reasons in a few sentences."""
+    """Whether a candidate is within the `bounds` of the recipe `bounds_of`, and undamaged, on the
+    text it was compared on. `safe` is None where no bounds apply; `text` gives the reasons."""
 
     safe: bool | None
     headline: str

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from beamq.calib.options import WORKERS
-from beamq.errors import UsageError
+from beamq.errors import CheckpointError, UsageError
 from beamq.eval.verify.against_source import DecodedCheckpoint, trace_decoded, trace_source
 from beamq.eval.verify.checks import CHECKS, ENGINES, Ledger, RoleError, VerifyReport
 from beamq.eval.verify.checksums import Readers, check_shards, check_sums, usable_manifest
@@ -40,6 +40,7 @@ from beamq.eval.verify.second_opinion import SECOND_OPINION, ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, plan_items, read_all
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.io.files import user_path
+from beamq.io.hub import hub_source
 from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
@@ -219,6 +220,11 @@ class _Pass:
             self.nbytes = check_sums(opened, folder, manifest, ledger, self.readers)
 
     def _read_folder(self) -> Folder:
+        if (asked := hub_source(self.name)) is not None:
+            raise CheckpointError(
+                f"{self.name}: no such folder, and verify reads no repository on the Hub; download"
+                f" it first: hf download {asked.repo} --local-dir FOLDER"
+            )
         root = user_path(self.name)
         refuse_unfinished(root)
         folder = read_folder(root, self.ledger)

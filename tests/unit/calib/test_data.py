@@ -211,6 +211,16 @@ class TestTextFiles:
         with pytest.raises(CalibrationError, match=r"a\.txt: not UTF-8 at byte 3"):
             texts(tmp_path / "a.txt")
 
+    @pytest.mark.parametrize("seed", range(3))
+    def test_whatever_the_seed(self, tmp_path: Path, beam_nano: Path, seed: int) -> None:
+        """Also where the piece with the bad byte would not be drawn, and across reads."""
+        text = ("\u20ac" * 349_526).encode() + prose(200).encode()  # 2**20 is within a character
+        (tmp_path / "a.txt").write_bytes(text)
+        load([tmp_path / "a.txt"], beam_nano, samples=1, seed=seed)
+        (tmp_path / "a.txt").write_bytes(text + b"\xe9")
+        with pytest.raises(CalibrationError, match=rf"not UTF-8 at byte {len(text)};"):
+            load([tmp_path / "a.txt"], beam_nano, samples=1, seed=seed)
+
     def test_in_a_folder_it_is_passed_over_and_said(self, tmp_path: Path, beam_nano: Path) -> None:
         (tmp_path / "a.txt").write_bytes(b"caf\xe9")
         (tmp_path / "b.txt").write_text(prose(20))

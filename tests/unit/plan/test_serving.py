@@ -257,6 +257,12 @@ def test_gpus_by_memory(text: str, name: str, label: str, count: int | None) -> 
     assert found.nbytes == (1_500_000_000_000 if "TB" in text else 96_000_000_000)
 
 
+@pytest.mark.parametrize("text", ["mygpu=96:2", "96MB", "mine=0.5GB:8"])
+def test_memory_that_no_gpu_has(text: str) -> None:
+    with pytest.raises(UsageError, match=r"below 1 GB; write a GPU's memory as in 96GB"):
+        parse_gpu(text)
+
+
 def test_an_unknown_gpu_is_answered_with_what_is_known() -> None:
     with pytest.raises(UsageError, match=r"gb300.*rtx6000.*did you mean 'h200'"):
         parse_gpu("h210:8")
