@@ -169,6 +169,7 @@ ODD = {
     "no normalisation": {"norm_topk_prob": False, "routed_scaling_factor": 1.5},
     "tied": {"tie_word_embeddings": True},
     "one kv head": {"num_key_value_heads": 1},
+    "epsilon": {"rms_norm_eps": 0.3},
     "theta": {
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},

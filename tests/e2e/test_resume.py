@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import os
 import random
 import signal
@@ -17,6 +19,7 @@ from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
 from beamq.io.journal import OutputLock
+from beamq.io.shard_writer import ShardWriter
 from tests.helpers import safetensors_edit as st
 from tests.helpers.free_ports import free_port
 
@@ -170,6 +173,52 @@ def test_a_crash_between_journal_and_rename_is_finished(beam_nano: Path, tmp_pat
     result = quantize(beam_nano, output, resume=True, **OPTIONS)  # type: ignore[arg-type]
     assert result.resumed_shards == 1
     assert digests(output) == digests(tmp_path / "whole")
+
+
+def one_shard_done(source: Path, output: Path) -> Path:
+    """Leave a run behind that broke off at its second rename; the shard that it finished."""
+    genuine, calls = ShardWriter.publish, itertools.count()
+
+    def crash(writer: ShardWriter) -> None:
+        if next(calls):
+            raise KeyboardInterrupt
+        genuine(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "publish", crash)
+        with pytest.raises(KeyboardInterrupt):
+            quantize(source, output, **OPTIONS)  # type: ignore[arg-type]
+    (done,) = output.glob("*.safetensors")
+    return done
+
+
+@pytest.mark.parametrize("change", [-1, 1, None])
+def test_a_finished_shard_of_another_size_is_refused(
+    beam_nano: Path, tmp_path: Path, change: int | None
+) -> None:
+    """Cut, grown or gone since the journal recorded it."""
+    done = one_shard_done(beam_nano, tmp_path / "out")
+    if change is None:
+        done.unlink()
+    else:
+        os.truncate(done, done.stat().st_size + change)
+    with pytest.raises(ResumeError, match=f"{done.name}: recorded as finished but missing or of"):
+        quantize(beam_nano, tmp_path / "out", resume=True, **OPTIONS)  # type: ignore[arg-type]
+    assert not (tmp_path / "out" / "beamq.json").exists()
+
+
+def test_a_record_of_other_tensors_is_refused(beam_nano: Path, tmp_path: Path) -> None:
+    done = one_shard_done(beam_nano, tmp_path / "out")
+    journal = tmp_path / "out" / ".beamq" / "journal-0.jsonl"
+    lines = journal.read_text().splitlines()
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        if record.get("name") == done.name:
+            record["tensors"].pop(next(iter(record["tensors"])))
+            lines[number] = json.dumps(record)
+    journal.write_text("\n".join([*lines, ""]))
+    with pytest.raises(ResumeError, match=f"record of {done.name} does not fit this plan"):
+        quantize(beam_nano, tmp_path / "out", resume=True, **OPTIONS)  # type: ignore[arg-type]
 
 
 def test_a_second_writer_is_refused(beam_nano: Path, tmp_path: Path) -> None:

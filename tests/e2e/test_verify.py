@@ -577,6 +577,29 @@ def test_a_second_opinion_that_differs_is_a_failure(
     assert report.check("values.second-opinion").count == 2
 
 
+@pytest.mark.parametrize(
+    ("recipe", "decoder"),
+    [("nvfp4", "_modelopt_decoder"), ("fp8", "_compressed_tensors_decoder")],
+)
+@pytest.mark.parametrize(("off", "passes"), [(2.0**-22, True), (2.0**-19, False), (0.5, False)])
+def test_a_second_opinion_may_differ_in_the_last_bits_only(
+    recipe: str,
+    decoder: str,
+    off: float,
+    passes: bool,
+    made: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scaled() -> second_opinion.Decoder:
+        genuine = decode()
+        return lambda *stored: genuine(*stored) * (1 + off)
+
+    decode = getattr(second_opinion, decoder)
+    monkeypatch.setattr(second_opinion, decoder, scaled)
+    report = verify(made(recipe), sample=1)
+    assert failed(report) == (set() if passes else {"values.second-opinion"})
+
+
 @pytest.mark.parametrize("value", [NAN, 0.0, -1.0, 1e-40])
 def test_a_second_opinion_of_a_broken_global_scale_is_a_finding(
     value: float, made: Callable[[str], Path], tmp_path: Path

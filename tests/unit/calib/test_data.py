@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from beamq.calib import documents as rows
 from beamq.calib import documents as sources
@@ -660,6 +661,43 @@ class TestPacking:
         assert len(found) >= 5
         assert found <= expected
         assert any(document[: len(current)] == tuple(current) for document in expected)
+
+    def test_another_separator_and_no_special_tokens(
+        self, tmp_path: Path, nano_tokenizer: Path
+    ) -> None:
+        """A tokenizer whose end-of-text token is not id 0, and which by itself puts special tokens
+        around each text."""
+        path = nano_tokenizer / "tokenizer.json"
+        raw = json.loads(path.read_text())
+        ends = {"<|endoftext|>": 0, "<|pad|>": 1}
+        raw["post_processor"] = {
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"SpecialToken": {"id": "<|pad|>", "type_id": 0}},
+            ],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "special_tokens": {
+                name: {"id": name, "ids": [number], "tokens": [name]}
+                for name, number in ends.items()
+            },
+        }
+        path.write_text(json.dumps(raw))
+        settings = {"eos_token": "<|pad|>", "bos_token": "<|endoftext|>"}
+        (nano_tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+        plain = Tokenizer.from_file(str(path))
+        assert plain.encode("a").ids[0] == 0, "the template has an effect"
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        for i in range(3):
+            (folder / f"{i}.txt").write_text(prose(3, i))
+        wanted = [[*plain.encode(prose(3, i), add_special_tokens=False).ids, 1] for i in range(3)]
+        data = load([folder], nano_tokenizer, samples=sum(map(len, wanted)), sequence_length=1)
+        stream = data.input_ids.reshape(-1).tolist()
+        ends_at = [place + 1 for place, token in enumerate(stream) if token == 1]
+        found = [stream[a:b] for a, b in zip([0, *ends_at], ends_at, strict=False)]
+        assert sorted(found) == sorted(wanted)
 
     def test_same_seed_same_rows(self, tmp_path: Path, beam_nano: Path) -> None:
         for i in range(20):

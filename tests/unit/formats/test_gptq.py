@@ -110,6 +110,30 @@ def test_codes_are_those_of_the_textbook_form(width: int) -> None:
         assert ((ours[expert] - theirs).abs() < 1e-6).double().mean() > 0.98
 
 
+def test_the_scale_of_a_block_is_the_candidate_of_least_loss() -> None:
+    """By the error of the product in FP64, where columns count very differently."""
+    w, hessian = random(1, 40, 16, seed=11) * 0.02, moments(1, 16)
+    size = torch.logspace(-1.5, 1.5, 16)[torch.randperm(16, generator=torch.manual_seed(3))]
+    hessian *= size[:, None] * size
+    scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))
+    rounded = gptq.round_experts(w, gptq.factorize(hessian), scale)
+    damped = hessian[0].double()
+    damped.diagonal().add_(gptq.DAMPING * damped.diagonal().mean())
+
+    def loss_N(scale_N: torch.Tensor) -> torch.Tensor:
+        step_NK = (scale_N.float() * scale[0]).double()[:, None].expand(40, 16)
+        error = w[0].double() - textbook(w[0], hessian[0], step_NK, gptq.DAMPING)
+        return ((error @ damped) * error).sum(1)
+
+    middle_N1 = nvfp4.max_block_scales(w[0].view(40, 1, 16), scale)
+    middle_N = middle_N1.view(torch.uint8)[:, 0].to(torch.int16)
+    codes = [(middle_N + offset).clamp(1, 126) for offset in nvfp4.candidate_offsets()]
+    tried = [code.to(torch.uint8).view(torch.float8_e4m3fn) for code in codes]
+    least_N = torch.stack([loss_N(scale_N) for scale_N in tried]).amin(0)
+    ratio_N = loss_N(rounded.block_scale[0, :, 0]) / least_N
+    assert (ratio_N < 1 + 1e-4).double().mean() > 0.9  # ties may fall on either side in FP32
+
+
 def test_the_loss_is_far_below_that_of_plain_rounding() -> None:
     w, hessian = random(4, 64, 128, seed=5) * 0.02, moments(4, 128)
     scale = nvfp4.global_scale_from_amax(w.abs().amax((1, 2)))

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.models.beam.modeling_beam import BeamTopKRouter
+from transformers.models.beam.modeling_beam import BeamMoE, BeamTopKRouter
 
 from beamq.beam.config import BeamConfig
 from beamq.model import moe as moe_module
 from beamq.model.context import Observer, PassContext, position_table
 from beamq.model.gemm.backend import DenseWeight
 from beamq.model.gemm.select import select_gemm
-from beamq.model.moe import ExpertSlice, RouterWeights, dispatch, moe, route, swiglu
+from beamq.model.moe import ExpertSlice, RouterWeights, dispatch, finish, moe, route, swiglu
 
 
 def context(config: BeamConfig, *observers: Observer) -> PassContext:
@@ -157,6 +157,24 @@ def test_result_is_the_weighted_sum(config: BeamConfig, dtype: torch.dtype) -> N
     wanted *= config.routed_scaling_factor
     error = (got - wanted).abs().max() / wanted.abs().max()
     assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_the_routed_scale_multiplies_the_rounded_sum(config: BeamConfig) -> None:
+    """As transformers has it, bit by bit; scaled before rounding, a third of BF16 values differ."""
+    sum_TK = torch.randn(50, config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    class Block(BeamMoE):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.routed_scaling_factor = config.routed_scaling_factor
+            self.gate = torch.nn.Identity()
+            self.gate.forward = lambda _: (None, None, None)
+            self.experts = torch.nn.Identity()
+            self.experts.forward = lambda x, *_: sum_TK.to(x.dtype)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted = Block()(torch.zeros(1, 50, config.hidden_size, dtype=dtype))[0]
+        assert torch.equal(finish(sum_TK, dtype, config), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -200,6 +200,16 @@ def test_the_largest_value_has_no_standard_error() -> None:
     assert math.isnan(mean(np.array([])).value)
 
 
+@pytest.mark.parametrize("place", [0, 5, 9])
+def test_a_list_with_a_nan_has_no_quantiles(place: int) -> None:
+    """Sorting puts NaN last, so the lower quantiles would be figures of the other values."""
+    values = np.arange(10.0)
+    values[place] = math.nan
+    for found in quantiles(values, (0.5, 0.9, 1.0)):
+        assert math.isnan(found.value)
+        assert found.standard_error is None
+
+
 # --- layers ---------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,13 @@ import pytest
 import torch
 
 from beamq.beam.config import BeamConfig
-from beamq.errors import EnvironmentFault
-from beamq.eval.compare.side_by_side import StreamOptions, expect_same_files, run_side_by_side
+from beamq.errors import ConfigError, EnvironmentFault
+from beamq.eval.compare.side_by_side import (
+    StreamOptions,
+    expect_same_files,
+    expect_same_shapes,
+    run_side_by_side,
+)
 from beamq.eval.compare.weight_error import changed_tensors, weight_errors
 from beamq.formats import nvfp4
 from beamq.io.checkpoint import open_checkpoint
@@ -163,3 +169,17 @@ def test_ranks_that_see_other_files_go_no_further(tmp_path: Path) -> None:
     ranks.theirs = "another digest"
     with pytest.raises(EnvironmentFault, match="one: the ranks do not see the same files"):
         expect_same_files(opened, ranks)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "intermediate_size", "moe_intermediate_size", "num_layers", "vocab_size",
+     "num_heads", "num_kv_heads", "head_dim", "num_experts", "top_k", "mlp_layer_types"],
+)  # fmt: skip
+def test_another_model_cannot_be_compared(tmp_path: Path, key: str) -> None:
+    config = loader(random_beam(tmp_path)).config
+    expect_same_shapes(config, replace(config, rms_norm_eps=0.5, sliding_window=3), "candidate")
+    value = getattr(config, key)
+    other = replace(config, **{key: (*value, DENSE) if key == "mlp_layer_types" else value + 2})
+    with pytest.raises(ConfigError, match=f"candidate: {key} is .*, in the source"):
+        expect_same_shapes(config, other, "candidate")
