@@ -103,7 +103,7 @@ def hub_metadata(
         data["license"] = licence
     if _word(name := origin.front.get("license_name")):
         data["license_name"] = name
-    link = origin.front.get("license_link")
+    link = origin.front.get("license_link") or (origin.licence_file if licence == "other" else None)
     if isinstance(link, str):
         link = link.removeprefix("./")
         files = {companion.target for companion in plan.companions}
