@@ -25,6 +25,7 @@ from beamq.errors import (
     HubUnreachableError,
     ResumeError,
 )  # fmt: skip
+from beamq.eval.compare.compare import compare
 from beamq.eval.verify.inspect import inspect_checkpoint
 from beamq.eval.verify.verify import verify
 from beamq.io.checkpoint import open_checkpoint
@@ -344,6 +345,15 @@ def test_dequantize_and_content_digest_from_the_hub(
         assert (far.root / "tokenizer.json").read_bytes() == (
             source / "tokenizer.json"
         ).read_bytes()
+
+
+def test_both_sides_of_a_comparison_from_the_hub(hub: HubServer, local: Path, source: Path) -> None:
+    hub.add("someone/quantized", local)
+    text: dict[str, Any] = {"samples": 2, "sequence_length": 64}
+    far, near = compare(NANO, "someone/quantized", **text), compare(source, local, **text)
+    ours, theirs = (found.to_dict()["candidates"][0] for found in (far, near))
+    assert ours | {"name": ""} == theirs | {"name": ""}
+    assert (far.source.name, ours["name"]) == (NANO, "someone/quantized")
 
 
 def test_calibrating_on_the_way_fetches_each_shard_once(
