@@ -109,6 +109,10 @@ def test_what_a_card_says_of_calibration(plan: Plan, beam_nano: Path) -> None:
     assert r"| notes\|&lt;b>.md | file | 2 | 512 | 0123456789abcdef |" in card
     assert "78 of 80 experts received tokens (97.5%)" in card
     assert "expert is in layer 4: 0 tokens, where the layer's median is 250" in card
+    every = {**RECORD["coverage"], "calibrated": 80, "percent": 100.0}
+    card = model_card(plan, Origin(), {**RECORD, "coverage": every})
+    assert "All 80 experts received tokens." in card
+    assert "the others" not in card
     constant = model_card(plan, Origin(), {"description": "not calibrated: all 1.0"})
     assert "Input scales: not calibrated: all 1.0." in constant
     assert "experts saw" not in constant

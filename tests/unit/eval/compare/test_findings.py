@@ -11,7 +11,9 @@ import torch
 
 from beamq.beam.tensors import Role
 from beamq.errors import RecipeError
+from beamq.eval.compare import records
 from beamq.eval.compare.findings import Findings, breaches, limits_for, parting_layer
+from beamq.eval.compare.footprint import Footprint
 from beamq.eval.compare.metrics import (
     Divergence,
     Estimate,
@@ -136,3 +138,17 @@ def test_where_the_streams_part() -> None:
     assert parting_layer(lost, breaches(lost, BOUNDS)) == 0
     exact = replace(SOUND, layers=(layer(0, 0.0, 0.0, None),))
     assert parting_layer(exact, ()) is None
+
+
+def test_the_layers_that_hurt_add_no_more_than_all_of_it() -> None:
+    """A layer that reduces the error is not in the sum; it made the others' share 102%."""
+    layers = [
+        replace(layer(index, 0.1, added, 0.9), extra_bytes_in_bf16=1 << 20)
+        for index, added in enumerate((0.5, -0.2, 0.3, 0.2, 0.0))
+    ]
+    own = Footprint(disk_bytes=1 << 22, tensor_bytes=1 << 22, parameters=1 << 22,
+                    bits_per_weight=8.0, weight_bytes_per_gpu={}, kv_dtype="bf16", kv_bytes={},
+                    fits={})  # fmt: skip
+    assert records._layers(layers, own).startswith("Layers 0, 2 and 3 add 100% of the error")
+    assert records._layers(layers[1:3], own).startswith("Layer 2 adds 100% of the error")
+    assert records._layers(layers[1:2], own) == ""
