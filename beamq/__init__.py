@@ -29,13 +29,16 @@ from beamq.version import __version__
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:
+    from beamq.adapter.inspect import AdapterInspection, inspect_adapter
     from beamq.beam.config import BeamConfig
     from beamq.calib.calibrate import calibrate, merge_statistics
     from beamq.calib.statistics import CalibrationStats
     from beamq.convert.dequantize import DequantizeResult, dequantize
+    from beamq.convert.merge import MergeResult, merge
     from beamq.convert.quantize import QuantizeResult, quantize
     from beamq.convert.run import Progress
     from beamq.errors import (
+        AdapterError,
         AlreadyQuantizedError,
         BeamqError,
         CalibrationError,
@@ -72,6 +75,8 @@ if TYPE_CHECKING:
     from beamq.report.files import write_report
 
 __all__ = [
+    "AdapterError",
+    "AdapterInspection",
     "AlreadyQuantizedError",
     "BeamConfig",
     "BeamqError",
@@ -92,6 +97,7 @@ __all__ = [
     "Inspection",
     "Interrupted",
     "MemoryBudgetError",
+    "MergeResult",
     "MissingDependencyError",
     "OutputBusyError",
     "Plan",
@@ -110,10 +116,12 @@ __all__ = [
     "calibrate",
     "compare",
     "dequantize",
+    "inspect_adapter",
     "inspect_checkpoint",
     "load_recipe",
     "logits",
     "make_plan",
+    "merge",
     "merge_statistics",
     "open_checkpoint",
     "push",
@@ -127,9 +135,11 @@ _HOMES = {
     "beamq.calib.calibrate": ("calibrate", "merge_statistics"),
     "beamq.calib.statistics": ("CalibrationStats",),
     "beamq.io.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "beamq.adapter.inspect": ("AdapterInspection", "inspect_adapter"),
     "beamq.beam.config": ("BeamConfig",),
     "beamq.convert.quantize": ("QuantizeResult", "quantize"),
     "beamq.convert.dequantize": ("DequantizeResult", "dequantize"),
+    "beamq.convert.merge": ("MergeResult", "merge"),
     "beamq.eval.verify.checks": ("VerifyReport",),
     "beamq.eval.compare.compare": ("compare",),
     "beamq.eval.compare.records": ("Comparison",),

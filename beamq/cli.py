@@ -30,6 +30,7 @@ MODULES = {
     "sensitivity": "compare",
     "inspect": "verify",
     "dequantize": "convert",
+    "merge": "convert",
     "push": "push",
     "doctor": "doctor",
 }

@@ -9,6 +9,7 @@
     │   ├── TensorError                 a tensor is missing, or its shape, dtype or values are wrong
     │   ├── AlreadyQuantizedError       the source is not a high-precision checkpoint
     │   ├── RecipeError                 a recipe or pattern
+    │   ├── AdapterError                an adapter is damaged, unknown or of another model
     │   ├── CalibrationError            calibration data or a statistics file
     │   ├── HubError                    a repository is missing, gated, or refuses access
     │   └── ResumeError                 the output belongs to another run
@@ -117,6 +118,12 @@ class RecipeError(InputError):
     """A recipe is unknown, has unknown keys, or a pattern matches nothing."""
 
     remedy = "Correct the named key or pattern; `beamq plan` shows what a pattern matches."
+
+
+class AdapterError(InputError):
+    """An adapter is damaged, of an unknown kind, or does not fit the model."""
+
+    remedy = "Use an adapter of this model, saved whole; `beamq inspect ADAPTER` shows what it is."
 
 
 class CalibrationError(InputError):

@@ -144,7 +144,7 @@ class Stages:
         stream.synchronize()
 
     def _open(self, number: int) -> int:
-        files = queue_count(self._threads, remote=False)
+        files = queue_count(self._threads, in_order=False)
         path = self._folder / f"stage-{number % files}.bin"
         return os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
 

@@ -60,3 +60,12 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="beamq-crash-", dir=memory))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="session")
+def adapters() -> Path:
+    """Ten LoRA adapters of beam-nano, merged by PEFT, where they are at hand. Read only."""
+    folder = FIXTURES / "adapters"
+    if not folder.is_dir():
+        pytest.skip(f"the adapters are not at {folder}")
+    return folder

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
+from beamq.adapter.merged import open_merged
+from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.beam.config import BeamConfig
 from beamq.calib.options import CalibrationOptions, TextKeywords
 from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
@@ -26,7 +28,6 @@ from beamq.calib.statistics import (
     save_stats,
 )
 from beamq.errors import CalibrationError, Interrupted, ResumeError
-from beamq.io.checkpoint import open_checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import OutputLock, refuse_busy
 from beamq.io.shard_writer import disk_errors, make_folder
@@ -49,7 +50,7 @@ class CalibrationEvents:
     on_layer: Callable[[LayerDone], None] = ignore
 
 
-class CalibrationKeywords(TextKeywords, total=False):
+class CalibrationKeywords(TextKeywords, AdapterKeywords, total=False):
     """Keywords of `calibrate`."""
 
     seed: int
@@ -64,7 +65,7 @@ class CalibrationKeywords(TextKeywords, total=False):
     on_layer: Callable[[LayerDone], None]
 
 
-@takes(CalibrationOptions, CalibrationEvents)
+@takes(CalibrationOptions, CalibrationEvents, AdapterOptions)
 def calibrate(
     source: str | Path, stats: str | Path, **keywords: Unpack[CalibrationKeywords]
 ) -> CalibrationStats:
@@ -78,6 +79,7 @@ def calibrate(
     """
     options = from_keywords(CalibrationOptions, keywords)
     events = from_keywords(CalibrationEvents, keywords)
+    adapter = from_keywords(AdapterOptions, keywords)
     ranks = current_ranks()
     target = user_path(stats)
     if target.exists() and not (options.resume or options.overwrite):
@@ -91,7 +93,7 @@ def calibrate(
         with ExitStack() as stack:
             with ranks.agreeing():
                 checkpoint = stack.enter_context(
-                    open_checkpoint(source, cache_bytes=budget, cache_folder=place)
+                    open_merged(source, adapter, cache_bytes=budget, cache_folder=place)
                 )
                 map_sources(checkpoint, BeamConfig.from_dict(checkpoint.config))
             setup = CalibrationSetup(checkpoint, options, ranks)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from beamq.adapter.options import AdapterOptions
 from beamq.calib.options import CalibrationOptions
 from beamq.commands.options import command, place
 from beamq.errors import UsageError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions:
+class StatisticsMerge:
     """Flags of `beamq calibrate` that the library does not have."""
 
     merge: bool = option(
@@ -41,7 +42,8 @@ def calibrate(
     screen: Screen,
     places: Annotated[list[str], place("SOURCE STATS", PLACES)],
     options: CalibrationOptions,
-    more: MergeOptions,
+    adapter: AdapterOptions,
+    more: StatisticsMerge,
     verbose: bool,
 ) -> None:
     """Run a BF16 Beam on text and record the inputs of its linears.
@@ -76,8 +78,10 @@ def calibrate(
                 screen.say(f"layer {done.layer + 1} of {done.layers} done after {spent}")
 
         stats = run(
-            *places,
+            places[0],
+            places[1],
             **vars(options),
+            **vars(adapter),
             on_start=lambda setup: screen.say(*start_blocks(setup)),
             on_layer=on_layer,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from beamq.adapter.options import AdapterOptions
 from beamq.commands.options import Checkpoint, Source, command, place
 from beamq.errors import UsageError, counted
 from beamq.eval.compare.options import CompareOptions, SensitivityOptions
@@ -43,6 +44,7 @@ def compare(
     source: Source,
     checkpoints: Annotated[list[str], place("CHECKPOINT...", "Folders made from SOURCE.")],
     options: CompareOptions,
+    adapter: AdapterOptions,
     files: CompareFiles,
     verbose: bool,
 ) -> int:
@@ -69,6 +71,7 @@ def compare(
             source,
             checkpoints,
             **vars(options),
+            **vars(adapter),
             on_start=lambda: screen.say(
                 f"Running {source} and {counted(len(checkpoints), 'checkpoint')} on the same text."
             ),
@@ -132,6 +135,7 @@ def sensitivity(
     source: Source,
     checkpoint: Checkpoint,
     options: SensitivityOptions,
+    adapter: AdapterOptions,
     wanted: SensitivityChoice,
     verbose: bool,
 ) -> None:
@@ -152,6 +156,7 @@ def sensitivity(
             source,
             checkpoint,
             **vars(options),
+            **vars(adapter),
             on_start=lambda: screen.say(
                 f"Running {source} with one quantized part of {checkpoint} at a time."
             ),
@@ -220,6 +225,7 @@ def _tables(comparison: Comparison, *, verbose: bool) -> Iterator[Block]:
     for candidate in candidates:
         shown.append(tables.damage(candidate, None if verbose else LAYERS))
         shown.append(tables.linears(candidate, ALL_LINEARS if verbose else LINEARS))
+        shown.append(tables.adapter(candidate))
     shown += [tables.sizes(comparison), tables.newly_fitting(comparison)]
     if verbose:
         shown.append(tables.per_gpu(comparison))

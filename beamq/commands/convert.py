@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from beamq.commands.options import Checkpoint, Output, Source, command
+from beamq.adapter.options import AdapterOptions
+from beamq.commands.options import Checkpoint, Output, Source, command, place
 from beamq.commands.plan import plan_data
-from beamq.convert.options import ConvertOptions, DequantizeOptions
+from beamq.convert.options import ConvertOptions, DequantizeOptions, MergeOptions
 from beamq.errors import counted
 from beamq.units import show_bytes, show_seconds
 
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 @command()
 def quantize(
-    screen: Screen, source: Source, output: Output, options: ConvertOptions, verbose: bool
+    screen: Screen,
+    source: Source,
+    output: Output,
+    options: ConvertOptions,
+    adapter: AdapterOptions,
+    verbose: bool,
 ) -> None:
     """Convert a BF16 Beam into an NVFP4 or FP8 one.
 
@@ -48,6 +54,7 @@ def quantize(
             source,
             output,
             **vars(options),
+            **vars(adapter),
             on_plan=announce,
             on_engine=screen.say,
             on_start=lambda setup: screen.say(*start_blocks(setup)),
@@ -65,6 +72,52 @@ def _meter(advance: Advance | None) -> Callable[[Progress], None] | None:
     if advance is None:
         return None
     return lambda progress: advance(progress.done_nbytes, progress.total_nbytes)
+
+
+@command()
+def merge(
+    screen: Screen,
+    source: Source,
+    adapter: Annotated[str, place("ADAPTER", "A LoRA adapter: a folder, or org/name[@revision].")],
+    output: Output,
+    options: MergeOptions,
+) -> None:
+    """Merge a LoRA adapter into a BF16 Beam.
+
+    To serve the result quantized, `beamq quantize --adapter ADAPTER` writes no second BF16 model
+    and gives the same bytes.
+    """
+    from beamq.convert.merge import merge as run
+    from beamq.report.console import Command
+    from beamq.report.tables import Table
+
+    with screen.progress("merging") as advance:
+        result = run(
+            source,
+            adapter,
+            output,
+            **vars(options),
+            on_plan=lambda notes: screen.say(*(f"Note: {note}." for note in notes)),
+            on_progress=_meter(advance),
+        )
+    rows = (
+        ("output", str(result.output)),
+        ("merged", ", ".join(f"{n:,} {part}" for part, n in result.adapter["parts"].items())),
+        ("size", show_bytes(result.tensor_nbytes)),
+        ("time", show_seconds(result.seconds)),
+    )
+    follow = f"next: beamq quantize {shlex.quote(str(result.output))} QUANTIZED"
+    screen.show(
+        lambda: {
+            "command": "merge",
+            "source": source,
+            "output": str(result.output),
+            "adapter": dict(result.adapter),
+            "tensor_bytes": result.tensor_nbytes,
+            "seconds": round(result.seconds, 3),
+        },
+        lambda: [Table(rows=rows), "", Command(follow)],
+    )
 
 
 @command()

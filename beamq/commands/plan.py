@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from beamq.adapter.options import AdapterOptions
 from beamq.commands.options import Source, command
 from beamq.convert.options import ConvertOptions, PlanOptions
 from beamq.errors import counted
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 
 
 @command()
-def plan(screen: Screen, source: Source, options: PlanOptions, verbose: bool) -> None:
+def plan(
+    screen: Screen, source: Source, options: PlanOptions, adapter: AdapterOptions, verbose: bool
+) -> None:
     """Show sizes, memory, disk and what fits where, from headers."""
     from beamq.convert.resources import check_cache
     from beamq.plan.plan import make_plan
@@ -40,6 +43,7 @@ def plan(screen: Screen, source: Source, options: PlanOptions, verbose: bool) ->
         exclude=options.exclude,
         kv_cache=options.kv_cache,
         max_shard_bytes=options.max_shard_bytes,
+        **vars(adapter),
     )
     check_cache(made, options.cache_bytes)
     needs = needs_data(made, options.output or Path(), options)

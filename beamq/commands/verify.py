@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from beamq.adapter.options import AdapterOptions, PackedOptions
 from beamq.commands.options import Checkpoint, command
 from beamq.convert.options import WORKERS
 from beamq.errors import UsageError, counted
@@ -12,6 +13,7 @@ from beamq.options import option
 from beamq.units import show_bytes, show_count, show_seconds
 
 if TYPE_CHECKING:
+    from beamq.adapter.inspect import AdapterInspection
     from beamq.eval.verify.checks import CheckResult, VerifyReport
     from beamq.eval.verify.inspect import Inspection
     from beamq.report.console import Block, Screen
@@ -32,7 +34,13 @@ class VerifyOptions:
 
 
 @command()
-def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbose: bool) -> int:
+def verify(
+    screen: Screen,
+    checkpoint: Checkpoint,
+    options: VerifyOptions,
+    adapter: AdapterOptions,
+    verbose: bool,
+) -> int:
     """Check that a folder is sound and matches its source."""
     from beamq.eval.verify.verify import verify as check
 
@@ -45,6 +53,7 @@ def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbo
             level="quick" if options.quick else options.level,
             workers=options.workers,
             progress=advance,
+            **vars(adapter),
         )
     screen.show(
         lambda: {"command": "verify", **report.to_dict()},
@@ -53,16 +62,67 @@ def verify(screen: Screen, checkpoint: Checkpoint, options: VerifyOptions, verbo
     return 0 if report.ok else 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions:
+    """For adapters."""
+
+    source: str | None = option(None, "For an adapter: the BF16 Beam that it is for.")
+
+
 @command()
-def inspect(screen: Screen, checkpoint: Checkpoint) -> None:
-    """Describe a checkpoint: format, quantized share, oddities."""
+def inspect(
+    screen: Screen, checkpoint: Checkpoint, options: InspectOptions, packed: PackedOptions
+) -> None:
+    """Describe a checkpoint or an adapter: format, quantized or adapted parts, oddities."""
+    from beamq.adapter.inspect import inspect_adapter, is_adapter
     from beamq.eval.verify.inspect import inspect_checkpoint
 
+    if is_adapter(checkpoint):
+        seen = inspect_adapter(checkpoint, source=options.source, **vars(packed))
+        screen.show(lambda: {"command": "inspect", **seen.to_dict()}, lambda: adapter_blocks(seen))
+        return
+    if options.source is not None or packed != PackedOptions():
+        raise UsageError(
+            f"--source and --expert-lora options are for adapters, and {checkpoint} has no"
+            " adapter_config.json"
+        )
     found = inspect_checkpoint(checkpoint)
     screen.show(lambda: {"command": "inspect", **found.to_dict()}, lambda: inspect_blocks(found))
 
 
 CODES = {"U8": "NVFP4 (U8)", "F8_E4M3": "FP8 (F8_E4M3)"}
+
+
+def adapter_blocks(found: AdapterInspection) -> list[Block]:
+    """The adapter at a glance, the parts that it changes, and why it would be refused."""
+    from beamq.report.tables import Table
+
+    rows = [
+        ("adapter", found.adapter),
+        ("kind", "DoRA" if found.dora else "LoRA"),
+        ("made by", found.peft_version and f"PEFT {found.peft_version}"),
+        ("for the base", found.base_model),
+        ("size", f"{show_bytes(found.tensor_bytes)}, {counted(found.tensors, 'tensor')}"),
+    ]
+    rows += [
+        ("rank", f"{each['rank']}, scaling {each['scaling']:g}, of {each['weights']:,} weights")
+        for each in found.scalings
+    ]
+    if (form := found.packed_experts) is not None:
+        rows.append(("packed experts", f"{form['layout']} layout, expert {form['order']} in B"))
+        rows.append(("", f"decided by {form['decided_by']}"))
+    parts = [
+        (each.part, f"{each.adapted:,}", "?" if each.weights is None else f"{each.weights:,}")
+        for each in found.parts
+    ]
+    blocks: list[Block] = [Table(rows=[(label, value) for label, value in rows if value]), ""]
+    blocks.append(Table(head=("part", "adapted", "of"), align="lrr", rows=parts))
+    notes = [f"Note: {note}." for note in found.notes]
+    if found.source is None:
+        notes.append("Give --source SOURCE for totals, scalings, and a check against the model.")
+    if found.refused is not None:
+        notes.append(f"Would be refused: {found.refused}")
+    return [*blocks, "", *notes] if notes else blocks
 
 
 def inspect_blocks(found: Inspection) -> list[Block]:

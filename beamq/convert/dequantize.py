@@ -36,7 +36,7 @@ from beamq.io.journal import ShardRecord, refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_writer import copy_file, write_json
-from beamq.io.source import INDEX_NAME, LocalFiles
+from beamq.io.source import INDEX_NAME
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.layout import NVFP4_BLOCK
 from beamq.plan.plan import Draft, JobKind, Work, place
@@ -125,8 +125,7 @@ def dequantize(
         )  # fmt: skip
         if ranks.first:
             events.on_plan(work)
-            local = isinstance(source.source, LocalFiles)
-            if local and not check_recorded_bytes(source, threads):
+            if source.source.local and not check_recorded_bytes(source, threads):
                 events.on_unchecked()
 
         Conversion(

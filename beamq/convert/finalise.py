@@ -54,7 +54,7 @@ def finalise(
     write_json(output / "config.json", output_config(source.config, block))
     return Manifest.write(
         output,
-        manifest_content(plan, records, known.record, origin),
+        manifest_content(plan, records, known.record, origin, source.source.merged),
         listed_shards(plan, records),
         [*(companion.target for companion in plan.companions), *known.files],
     )
@@ -82,7 +82,11 @@ def build_index(plan: Work) -> dict[str, Any]:
 
 
 def manifest_content(
-    plan: Plan, records: Mapping[str, ShardRecord], input_scales: Mapping[str, Any], origin: Origin
+    plan: Plan,
+    records: Mapping[str, ShardRecord],
+    input_scales: Mapping[str, Any],
+    origin: Origin,
+    adapter: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """`beamq.json` without its checksums: what made this folder, and from what."""
     return {
@@ -93,6 +97,7 @@ def manifest_content(
             "source": plan.source_fingerprint,
         },
         "source": origin.record(),
+        **({} if adapter is None else {"adapter": dict(adapter)}),
         "input_scales": dict(input_scales),
         "totals": {
             "parameters": plan.total_parameters,

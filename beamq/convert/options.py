@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
+from beamq.adapter.options import LAYOUT, ORDER
 from beamq.calib import options as calib
 from beamq.options import Flag, option
 from beamq.plan.recipe import BUILT_IN, Recipe
@@ -66,6 +67,19 @@ class PlanOptions:
 class DequantizeOptions:
     """How to decode. Sizes are in bytes."""
 
+    max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
+    cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
+    workers: int | None = option(None, WORKERS)
+    resume: bool = option(False, calib.RESUME)
+    overwrite: bool = option(False, calib.OVERWRITE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """How to merge an adapter. Sizes are in bytes."""
+
+    expert_lora_layout: Literal["new", "old"] | None = option(None, LAYOUT)
+    expert_lora_order: Literal["fastest", "slowest"] | None = option(None, ORDER)
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
     workers: int | None = option(None, WORKERS)

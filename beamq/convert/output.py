@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from beamq.errors import DiskError, InputError, ResumeError, UsageError, counted
-from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.checkpoint import ADAPTER_STAMP, Checkpoint, open_checkpoint
 from beamq.io.companions import WEIGHT_SUFFIXES
 from beamq.io.files import user_path
 from beamq.io.hub import hub_source
@@ -107,7 +107,7 @@ def refuse_origin(checkpoint: Checkpoint, output: Path) -> None:
     if manifest is None or not (output / "config.json").is_file():
         return
     with suppress(InputError), open_checkpoint(output) as old:
-        if old.fingerprint() == manifest.digests.get("source"):
+        if old.fingerprint() == str(manifest.digests.get("source")).partition(ADAPTER_STAMP)[0]:
             raise UsageError(
                 f"{output}: is the source that {checkpoint.label} was made from; --overwrite does"
                 " not delete it; choose another output"

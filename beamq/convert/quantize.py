@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.calib.options import TextKeywords
 from beamq.convert import output as output_folder
 from beamq.convert.finalise import finalise
@@ -76,7 +77,7 @@ class ConvertEvents:
     on_progress: Callable[[Progress], None] | None = None
 
 
-class QuantizeKeywords(RunKeywords, TextKeywords, total=False):
+class QuantizeKeywords(RunKeywords, TextKeywords, AdapterKeywords, total=False):
     """Keywords of `quantize`."""
 
     on_progress: Callable[[Progress], None] | None
@@ -99,14 +100,15 @@ class QuantizeKeywords(RunKeywords, TextKeywords, total=False):
     on_layer: Callable[[LayerDone], None]
 
 
-@takes(ConvertOptions, ConvertEvents)
+@takes(ConvertOptions, ConvertEvents, AdapterOptions)
 def quantize(
     source: str | Path, output: str | Path, **keywords: Unpack[QuantizeKeywords]
 ) -> QuantizeResult:
     """Convert a BF16, F16 or F32 Beam checkpoint into an NVFP4 or FP8 one.
 
     `source` is a folder or `org/name[@revision]` on the Hub, whose shards are fetched as they are
-    needed, at most `cache_bytes` of them on disk at a time; `output` is a folder. `device` converts
+    needed, at most `cache_bytes` of them on disk at a time; `output` is a folder. With an `adapter`
+    the bytes are those of `merge` followed by this. `device` converts
     and calibrates: "cpu", "cuda", "cuda:N", or "auto" (see `convert.resources`); the bytes are
     the same. See `ConvertOptions` and `ConvertEvents` for the keywords.
 
@@ -127,6 +129,7 @@ def quantize(
         checkpoint, plan = open_run(
             stack, source, output, options, ranks,
             lambda opened: make_plan(opened, recipe, max_shard_bytes=options.max_shard_bytes),
+            from_keywords(AdapterOptions, keywords),
         )  # fmt: skip
         result = _convert(checkpoint, plan, output, options, events, ranks)
     return replace(result, seconds=time.monotonic() - begun)

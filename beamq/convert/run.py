@@ -22,16 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from beamq.adapter.merged import open_merged
+from beamq.adapter.options import AdapterOptions
 from beamq.beam.tensors import Role
 from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import JobContext, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.convert.open_shards import OpenShards, join
-from beamq.convert.options import ConvertOptions, DequantizeOptions
+from beamq.convert.options import ConvertOptions, DequantizeOptions, MergeOptions
 from beamq.convert.resources import check_cache, check_room
 from beamq.errors import Interrupted, ResumeError, TensorError, counted
 from beamq.formats.kernels import cpu
-from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.checkpoint import Checkpoint
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_writer import publish
@@ -60,9 +62,10 @@ def open_run(
     stack: ExitStack,
     source: str | Path,
     output: Path,
-    options: ConvertOptions | DequantizeOptions,
+    options: ConvertOptions | DequantizeOptions | MergeOptions,
     ranks: Ranks,
     make: Callable[[Checkpoint], W],
+    adapter: AdapterOptions = AdapterOptions(),  # noqa: B008  # frozen
 ) -> tuple[Checkpoint, W]:
     """Check the output, open the source and plan its work, before anything is written.
 
@@ -76,7 +79,7 @@ def open_run(
     place, budget = output / STATE_DIR / f"source-{ranks.rank}", options.cache_bytes // ranks.world
     with ranks.agreeing():
         checkpoint = stack.enter_context(
-            open_checkpoint(source, cache_bytes=budget, cache_folder=place)
+            open_merged(source, adapter, cache_bytes=budget, cache_folder=place)
         )
         if options.overwrite:
             output_folder.refuse_origin(checkpoint, output)
@@ -98,7 +101,7 @@ class Conversion:
     factory: WorkerFactory
     scales: InputScaleProvider
     ranks: Ranks
-    options: ConvertOptions | DequantizeOptions
+    options: ConvertOptions | DequantizeOptions | MergeOptions
     workers: int
     memory: int
     on_progress: Callable[[Progress], None] | None
@@ -178,7 +181,9 @@ class Conversion:
         `shards` finalises a shard when its last job is added.
         """
         count = min(self.factory.count(self.workers), len(jobs))
-        queues = queue_count(count, remote=bool(self.work.remote_shards))
+        # A packed adapter is held a layer at a time, so all work at the same layer.
+        in_order = bool(self.work.remote_shards) or self.checkpoint.source.merged is not None
+        queues = queue_count(count, in_order=in_order)
         scheduler = Scheduler(jobs, workers=count, queues=queues)
 
         def convert_jobs(number: int) -> None:
@@ -309,9 +314,9 @@ MAX_QUEUES = 8  # shards that a crash may leave unfinished
 READ_AHEAD_JOBS = 2  # for each worker
 
 
-def queue_count(workers: int, *, remote: bool) -> int:
+def queue_count(workers: int, *, in_order: bool) -> int:
     """How many queues the jobs are dealt into for so many workers."""
-    return 1 if remote else max(1, min(MAX_QUEUES, workers // WORKERS_OF_A_QUEUE))
+    return 1 if in_order else max(1, min(MAX_QUEUES, workers // WORKERS_OF_A_QUEUE))
 
 
 class Scheduler:

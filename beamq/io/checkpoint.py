@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 FLOAT_SOURCES = ("BF16", "F16", "F32")
 SAMPLE_BYTES = 4096
 HUB_STAMP = "hub:"  # what a repository's fingerprint begins with
+ADAPTER_STAMP = "+adapter:"  # what follows it where an adapter is merged
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,15 +130,16 @@ class Checkpoint:
         """A text that changes when the files change.
 
         For a folder a SHA-256 over config, names, dtypes, shapes, offsets, file sizes and
-        modification times; for a repository its name and commit.
+        modification times; for a repository its name and commit. A merged adapter's digest follows.
         """
         stamp = self.source.stamp(self.files)
-        if stamp.startswith(HUB_STAMP):
-            return stamp
-        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
-        digest.update(stamp.encode())
-        digest.update(self.layout_digest().encode())
-        return digest.hexdigest()
+        if not stamp.startswith(HUB_STAMP):
+            digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+            digest.update(stamp.encode())
+            digest.update(self.layout_digest().encode())
+            stamp = digest.hexdigest()
+        merged = self.source.merged
+        return stamp if merged is None else f"{stamp}{ADAPTER_STAMP}{merged['digest']}"
 
     def layout_digest(self) -> str:
         """SHA-256 over every tensor's name, dtype, shape and place; the same on any machine."""
@@ -154,6 +156,8 @@ class Checkpoint:
         reads for a 501B model. Copies and other shardings have the same digest.
         """
         digest = hashlib.sha256()
+        if self.source.merged is not None:  # samples may miss what an adapter changes
+            digest.update(str(self.source.merged["digest"]).encode())
         specs = [self.tensors[name] for name in sorted(self.tensors)]
         sampled = [
             ".experts." not in spec.name or position % 16 == 0

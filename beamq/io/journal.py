@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from beamq.errors import BeamqError, CheckpointError, OutputBusyError, ResumeError
-from beamq.io.checkpoint import HUB_STAMP
+from beamq.io.checkpoint import ADAPTER_STAMP, HUB_STAMP
 from beamq.io.files import parse_json, read_small
 from beamq.io.manifest import MANIFEST_NAME, is_digest
 from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder, write_file
@@ -169,6 +169,11 @@ def check_identity(identity: Identity, recorded: Mapping[str, Any], folder: Path
 
 def _changed_source(recorded: str, current: str) -> str:
     """Names both commits where the source was on the Hub."""
+    (recorded, _, merged), (current, _, now) = (
+        text.partition(ADAPTER_STAMP) for text in (recorded, current)
+    )
+    if recorded == current and merged != now:
+        return "another --adapter"
     if not recorded.startswith(HUB_STAMP):
         return _MEANING["source"]
     was, now = recorded.removeprefix(HUB_STAMP), current.removeprefix(HUB_STAMP)
@@ -253,11 +258,12 @@ def _command(root: Path) -> str:
         identity = parse_json(journal.partition(b"\n")[0])
     identity = identity if isinstance(identity, dict) else {}
     verb = "dequantize" if identity.get("recipe") == "dequantize" else "quantize"
-    source = str(identity.get("source"))
+    source, adapter, _ = str(identity.get("source")).partition(ADAPTER_STAMP)
     named = "SOURCE"
     if source.startswith(HUB_STAMP):
         named = shlex.quote(source.removeprefix(HUB_STAMP))
-    return f"beamq {verb} {named} {shlex.quote(str(root))} --resume"
+    merged = " --adapter ADAPTER" if adapter else ""
+    return f"beamq {verb} {named} {shlex.quote(str(root))}{merged} --resume"
 
 
 class OutputLock:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from beamq.errors import CheckpointError, counted
 from beamq.io.companions import hidden, travels
@@ -41,11 +42,14 @@ class Prefetch:
 
 class SourceFiles(ABC):
     """The files of one checkpoint. `name` is for messages, `label` has no path in it, `parallel`
-    is how many `peek`s are worth making at once."""
+    is how many `peek`s are worth making at once, `local` whether every read is of a local disk."""
 
     name: str
     label: str
     parallel = 1
+    local = False
+    merged: Mapping[str, Any] | None = None
+    """The adapter that reading merges into the weights, as records say it."""
 
     @abstractmethod
     def folder(self) -> Path:
@@ -123,6 +127,8 @@ class SourceFiles(ABC):
 
 class LocalFiles(SourceFiles):
     """A folder. Raises `CheckpointError` if there is none."""
+
+    local = True
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():

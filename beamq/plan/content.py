@@ -19,7 +19,6 @@ from beamq.beam.tensors import Role, role_of
 from beamq.errors import TensorError, counted
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.safetensors_header import TensorSpec, few
-from beamq.io.source import LocalFiles
 
 SAMPLE_BYTES = 4096
 PIECE_BYTES = 1 << 20
@@ -37,7 +36,7 @@ def refuse_zeros(checkpoint: Checkpoint) -> None:
 def zero_faults(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """(file and tensor, what is wrong) for each file's end, then for each tensor. Raises
     `CheckpointError` where a file cannot be read."""
-    if not isinstance(checkpoint.source, LocalFiles):
+    if not checkpoint.source.local:
         return
     by_file: dict[str, list[TensorSpec]] = {}
     for spec in checkpoint.tensors.values():

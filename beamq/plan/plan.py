@@ -23,18 +23,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
+from beamq.adapter.merged import merged_notes, open_merged
+from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
 from beamq.errors import CheckpointError, RecipeError, UsageError
-from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.checkpoint import ADAPTER_STAMP, Checkpoint
 from beamq.io.companions import Companion, card_name, companion_files, file_notes, front_matter
 from beamq.io.files import read_json_object
 from beamq.io.hub import names_a_path
 from beamq.io.safetensors_header import ITEMSIZE, few
 from beamq.io.shard_writer import OutputTensor, Shard
-from beamq.options import Flag, takes
+from beamq.options import Flag, from_keywords, takes
 from beamq.plan import layout
 from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
 from beamq.plan.recipe import Recipe, load_recipe, matches
@@ -295,6 +297,7 @@ class Work:
     def digest(self) -> str:
         """SHA-256 over every decision: recipe, sources, jobs and shard headers."""
         digest = hashlib.sha256(f"{PLAN_FORMAT} {self.recipe_digest}".encode())
+        digest.update("".join(self.source_fingerprint.partition(ADAPTER_STAMP)[1:]).encode())
         for shard in self.shards:
             digest.update(shard.name.encode() + shard.header)
         for job in self.jobs:
@@ -329,7 +332,9 @@ class Plan(Work):
         return 8 * self.tensor_nbytes / self.total_parameters
 
 
-@takes(kv_cache=Flag("", choices=("none", "fp8")), max_shard_bytes=Flag("", size=True))
+@takes(
+    AdapterOptions, kv_cache=Flag("", choices=("none", "fp8")), max_shard_bytes=Flag("", size=True)
+)
 def make_plan(
     source: Checkpoint | str | Path,
     recipe: Recipe | str | Path = "nvfp4",
@@ -337,6 +342,7 @@ def make_plan(
     exclude: str | Sequence[str] = (),
     kv_cache: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    **keywords: Unpack[AdapterKeywords],
 ) -> Plan:
     """Plan the conversion of a folder, of a repository on the Hub, or of an opened source.
 
@@ -349,9 +355,12 @@ def make_plan(
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if exclude or kv_cache is not None:
         chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
+    how = from_keywords(AdapterOptions, keywords)
     if isinstance(source, Checkpoint):
+        if how.adapter is not None:
+            raise UsageError("adapter goes with the path of a source, which is opened with it")
         return _plan(source, chosen, max_shard_bytes)
-    with open_checkpoint(source) as checkpoint:
+    with open_merged(source, how) as checkpoint:
         return _plan(checkpoint, chosen, max_shard_bytes)
 
 
@@ -383,7 +392,11 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         dropped=sources.dropped,
         companions=companion_files(files),
         remote_shards=checkpoint.source.missing_nbytes(),
-        notes=(*sources.notes, *tensor_parallel_notes(config, recipe, units)),
+        notes=(
+            *merged_notes(checkpoint),
+            *sources.notes,
+            *tensor_parallel_notes(config, recipe, units),
+        ),
         hints=tuple(_hints(checkpoint, files, max_shard_bytes)),
         parameters=parameters,
         scales=recipe.scales,

@@ -32,22 +32,17 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from beamq import patterns
 from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import RecipeError, shown_value
 from beamq.io.files import parse_yaml, read_small, user_path
 from beamq.options import did_you_mean, takes
-
-MAX_PATTERN = 300  # characters of a regular expression
-MAX_NAME = 200  # characters of a module that one is tried on
-MAX_REPEATS = 4
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -56,65 +51,13 @@ def matches(pattern: str, module: str) -> bool:
     `re:` + a regular expression that must match from the start to the end; a glob (with `*`,
     `?` or `[`) that must match the whole name; otherwise a name: the whole module or consecutive
     dotted parts of it (`gate` is the router `mlp.gate`, never `gate_proj`). Raises `RecipeError`
-    for a regular expression that is invalid or could take exponential time (see `slow_part`).
+    for a regular expression that is invalid or could take exponential time (see `patterns`).
     """
     if pattern.startswith("re:"):
-        return len(module) <= MAX_NAME and _compiled(pattern).fullmatch(module) is not None
+        return patterns.matches(pattern[3:], module, f"pattern {pattern[:60]!r}", RecipeError)
     if any(character in pattern for character in "*?["):
         return fnmatch.fnmatchcase(module, pattern)
     return f".{pattern}." in f".{module}."
-
-
-@lru_cache(maxsize=256)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """The regular expression after `re:`. Raises `RecipeError` (see `matches`)."""
-    if len(pattern) > MAX_PATTERN or re.search(r"\(\?[aiLmsux-]", pattern):
-        raise RecipeError(
-            f"pattern {pattern[:60]!r}: flags, or more than {MAX_PATTERN} characters; simplify it"
-        )
-    try:
-        compiled = re.compile(pattern[3:])
-    except (re.error, RecursionError, OverflowError) as fault:
-        raise RecipeError(f"pattern {pattern!r}: not a regular expression: {fault}") from None
-    slow = slow_part(pattern[3:])
-    if slow:
-        raise RecipeError(
-            f"pattern {pattern!r}: {slow}, which could take exponential time; simplify it"
-        )
-    return compiled
-
-
-def slow_part(expression: str) -> str | None:
-    """What in a valid regular expression can take more than polynomial time to fail, or None.
-
-    Exponential time needs a repeated group, or several optional items in a row.
-    """
-    position, repeats, before = 0, 0, ""
-    while position < len(expression):
-        character = expression[position]
-        if character == "\\":
-            position, before = position + 2, "x"
-            continue
-        if character == "[":
-            position, before = _after_set(expression, position), "x"
-            continue
-        if character in "*+?{" and before not in ("*", "("):
-            if before == ")" and character != "?":
-                return "a repeated group"
-            repeats += 1
-            character = "*"
-        before = character
-        position += 1
-    return f"more than {MAX_REPEATS} repeats" if repeats > MAX_REPEATS else None
-
-
-def _after_set(expression: str, position: int) -> int:
-    """The position after the set that begins at `position`. A leading `]` belongs to the set."""
-    position += 2 if expression[position + 1] == "^" else 1
-    begin = position
-    while expression[position] != "]" or position == begin:
-        position += 2 if expression[position] == "\\" else 1
-    return position + 1
 
 
 FORMATS = ("nvfp4", "fp8")

@@ -26,7 +26,7 @@ from beamq.io.shard_writer import disk_errors, make_folder, write_file
 from beamq.options import takes
 from beamq.report import charts, tables
 from beamq.report.model_card import COMPARED, TASK, calibration_datasets, card_with_comparison
-from beamq.report.tables import Table, markdown, page
+from beamq.report.tables import Table, inline, markdown, page
 from beamq.units import show_bytes, show_seconds
 
 if TYPE_CHECKING:
@@ -42,6 +42,12 @@ DAMAGE_NOTE = (
     " errors, and is negative where the layer reduces them. Experts: share of the router's choices"
     " that are the source's. In BF16: what keeping the layer unquantized would add to the files;"
     " --exclude layers.N keeps layer N."
+)
+ADAPTER_NOTE = (
+    "Update: norm of the adapter's update over that of the weights. Left: norm of the difference"
+    " that it makes to the rounded weights, over the update's. Cosine: direction of that"
+    " difference; 1 is the update's own, near 0 is noise. The last candidate is the base without"
+    " the adapter: its KLD is how far the adapter moves the model."
 )
 LINEARS_NOTE = (
     "Error: RMS of the decoded weight minus the source's, over the RMS of the source's. Max: the"
@@ -117,12 +123,14 @@ def _values(comparison: Comparison) -> dict[str, Any]:
         "summary": tables.summary(comparison.source, comparison.candidates),
         "damage_note": DAMAGE_NOTE,
         "linears_note": LINEARS_NOTE,
+        "adapter_note": ADAPTER_NOTE,
         "details": [
             {
                 "name": candidate.model.name,
                 "damage": tables.damage(candidate, SHOWN_LAYERS),
                 "all_damage": tables.damage(candidate),
                 "linears": tables.linears(candidate),
+                "adapter": tables.adapter(candidate),
             }
             for candidate in comparison.candidates
         ],
@@ -152,10 +160,15 @@ def write_report(comparison: Comparison, folder: str | Path) -> Path:
 def write_cards(comparison: Comparison, folders: Sequence[str | Path]) -> None:
     """Put each candidate's figures into the README.md of its folder. Raises `CheckpointError` for
     a folder without one."""
-    for candidate, folder in zip(comparison.candidates, folders, strict=True):
+    # Not strict: the base, which --adapter makes the last candidate, has no card.
+    for candidate, folder in zip(comparison.candidates, folders, strict=False):
         summary = tables.summary(comparison.source, [candidate])
         table = markdown(replace(summary, head=("", "source", "this checkpoint")))
-        parts = (candidate.verdict.headline, table, tables.text_line(comparison), CAVEAT)
+        parts = [candidate.verdict.headline, table]
+        if candidate.adapter:
+            parts += [ADAPTER_NOTE, markdown(tables.adapter(candidate))]
+            parts += [f"Note: {inline(note)}." for note in candidate.notes if "adapter" in note]
+        parts += [tables.text_line(comparison), CAVEAT]
         results = _results(comparison, candidate)
         card_with_comparison(user_path(folder), "\n\n".join(parts), results)
 

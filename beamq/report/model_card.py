@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from beamq.beam.tensors import Role
 from beamq.errors import CheckpointError, UsageError, counted
-from beamq.io.checkpoint import HUB_STAMP, Checkpoint
+from beamq.io.checkpoint import ADAPTER_STAMP, HUB_STAMP, Checkpoint
 from beamq.io.companions import card_name, front_matter, licence_file
 from beamq.io.hub import cached_repo, could_be_path, parse_hub_id
 from beamq.io.shard_writer import write_file
-from beamq.io.source import LocalFiles
-from beamq.plan.plan import Plan
+from beamq.plan.plan import Plan, Work
 from beamq.plan.serving import GPUS, KV_ITEMSIZE, default_context, fit, model_weights
 from beamq.report.tables import FORMAT_NAMES, Table, page, role_sums
 from beamq.units import show_bytes, show_count
@@ -71,11 +70,12 @@ def trace_origin(source: Checkpoint, fingerprint: str, base_model: str | None = 
     """The origin, from the source's fingerprint, config and card."""
     repo = commit = None
     if fingerprint.startswith(HUB_STAMP):
-        repo, _, commit = fingerprint.removeprefix(HUB_STAMP).partition("@")
+        plain = fingerprint.partition(ADAPTER_STAMP)[0]
+        repo, _, commit = plain.removeprefix(HUB_STAMP).partition("@")
     named = source.config.get("_name_or_path")
     if not isinstance(named, str) or could_be_path(named):
         named = None
-    if isinstance(source.source, LocalFiles):
+    if source.source.local:
         named = cached_repo(source.source.folder()) or named
     files = source.source.names()
     card = card_name(files)
@@ -95,10 +95,22 @@ def hub_metadata(
 ) -> dict[str, Any]:
     """Front matter as the Hub defines it; licence and language are those of the source's card."""
     fmt = plan.recipe.format
+    data = _inherited(origin, plan, "quantized")
+    data["library_name"] = LIBRARY
+    data["pipeline_tag"] = TASK
+    engines = ENGINE_TAGS if is_servable(plan) else ()
+    data["tags"] = [LIBRARY, "beam", fmt, LAYOUT_TAGS[fmt], "beamq", *engines]
+    if datasets := calibration_datasets(input_scales or {}):
+        data["datasets"] = datasets
+    return data
+
+
+def _inherited(origin: Origin, work: Work, relation: str) -> dict[str, Any]:
+    """Front matter that says where a model comes from and under which licence."""
     data: dict[str, Any] = {}
     if origin.base_model is not None:
         data["base_model"] = origin.base_model
-        data["base_model_relation"] = "quantized"
+        data["base_model_relation"] = relation
     if (licence := _words(origin.front.get("license"))) is not None:
         data["license"] = licence
     if _word(name := origin.front.get("license_name")):
@@ -106,17 +118,11 @@ def hub_metadata(
     link = origin.front.get("license_link") or (origin.licence_file if licence == "other" else None)
     if isinstance(link, str):
         link = link.removeprefix("./")
-        files = {companion.target for companion in plan.companions}
+        files = {companion.target for companion in work.companions}
         if _LINK.fullmatch(link) or link in files:
             data["license_link"] = link
     if (language := _words(origin.front.get("language"))) is not None:
         data["language"] = language
-    data["library_name"] = LIBRARY
-    data["pipeline_tag"] = TASK
-    engines = ENGINE_TAGS if is_servable(plan) else ()
-    data["tags"] = [LIBRARY, "beam", fmt, LAYOUT_TAGS[fmt], "beamq", *engines]
-    if datasets := calibration_datasets(input_scales or {}):
-        data["datasets"] = datasets
     return data
 
 
@@ -292,6 +298,23 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
         own_card=any(companion.target == "README.source.md" for companion in plan.companions),
         version=__version__,
         counted=counted,
+    )
+
+
+def merged_card(work: Work, origin: Origin, notes: Sequence[str]) -> str:
+    """The card of a Beam with an adapter merged in, by the template `merged.md`."""
+    import yaml  # only where a card is written
+
+    metadata = _inherited(origin, work, "finetune")
+    metadata |= {"library_name": LIBRARY, "pipeline_tag": TASK, "tags": [LIBRARY, "beam", "beamq"]}
+    return page(
+        "merged.md",
+        front=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+        name="Beam" if origin.base_model is None else origin.base_model.partition("/")[2],
+        base=origin.base_model,
+        notes=notes,
+        own_card=any(companion.target == "README.source.md" for companion in work.companions),
+        version=__version__,
     )
 
 

@@ -361,6 +361,26 @@ def linears(candidate: Candidate, count: int = 20) -> Table:
     )
 
 
+def adapter(candidate: Candidate) -> Table:
+    """What is left of an adapter's update in each part that is adapted and quantized."""
+    rows = [
+        (
+            each.part,
+            f"{each.sampled:,} of {each.weights:,}",
+            f"{each.size:.2%}",
+            f"{each.kept:.2f}",
+            f"{each.cosine:.3f}",
+        )
+        for each in candidate.adapter
+    ]
+    return Table(
+        title=f"{candidate.model.name}: what rounding leaves of the adapter",
+        head=("part", "linears", "update", "left", "cosine"),
+        align="lr",
+        rows=rows,
+    )
+
+
 def _models(comparison: Comparison) -> list[ComparedModel]:
     return [comparison.source, *(candidate.model for candidate in comparison.candidates)]
 

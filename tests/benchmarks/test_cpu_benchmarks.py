@@ -15,6 +15,7 @@ from benchmarks import (
     compare_cpu,
     convert,
     forward_cpu,
+    merge,
     quality,
     scaling_gpu,
     verify_speed,
@@ -83,6 +84,16 @@ def test_quality(
     quality.main([str(beam_nano), "nvfp4-max", "nvfp4", *options])
     assert "| activations only |" in capsys.readouterr().out
     assert len(json.loads((tmp_path / "out.json").read_text())["nvfp4"]["W4A4"]) == 2
+
+
+def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--tiny", "--rounds", "1", "--rank", "4", "--work-dir", str(tmp_path)]
+    merge.main([*command, "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert set(found["ways"]) == set(merge.WAYS)
+    assert set(found["peft_steps"]) == {"import_s", "load_s", "merge_s", "save_s"}
+    assert "PEFT over ours" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_verify_speed(tmp_path: Path) -> None:

@@ -36,11 +36,13 @@ CALIBRATION = {
     "--data", "--samples", "--sequence-length", "--seed", "--experts", "--dtype", "--device",
     "--max-device-memory",
 }  # fmt: skip
+PACKED = {"--expert-lora-layout", "--expert-lora-order"}
+ADAPTER = PACKED | {"--adapter"}
 SURFACE = {
-    "plan": ("source", PLAN | TALK | {"--gpu", "--context", "--output", "--workers"}),
+    "plan": ("source", PLAN | TALK | ADAPTER | {"--gpu", "--context", "--output", "--workers"}),
     "calibrate": (
         "places",
-        CALIBRATION | TALK | {"--merge", "--output -o", "--resume", "--overwrite"},
+        CALIBRATION | TALK | ADAPTER | {"--merge", "--output -o", "--resume", "--overwrite"},
     ),
     "quantize": (
         "source output",
@@ -48,23 +50,27 @@ SURFACE = {
         | RUN
         | TALK
         | CALIBRATION
+        | ADAPTER
         | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"},
     ),
-    "verify": ("checkpoint", TALK | {"--source", "--level", "--quick", "--workers"}),
+    "verify": ("checkpoint", TALK | ADAPTER | {"--source", "--level", "--quick", "--workers"}),
     "compare": (
         "source checkpoints",
         TALK
         | {"--data", "--samples", "--sequence-length", "--seed", "--dtype", "--device"}
-        | {"--report", "--write-card", "--gemm"},
+        | {"--report", "--write-card", "--gemm"}
+        | ADAPTER,
     ),
     "sensitivity": (
         "source checkpoint",
         TALK
         | {"--data", "--samples", "--sequence-length", "--seed", "--dtype", "--device", "--gemm"}
-        | {"--exclude-worst", "--max-kl", "--target-bits", "--write-recipe", "--report"},
+        | {"--exclude-worst", "--max-kl", "--target-bits", "--write-recipe", "--report"}
+        | ADAPTER,
     ),
-    "inspect": ("checkpoint", TALK - {"--verbose -v"}),
+    "inspect": ("checkpoint", TALK - {"--verbose -v"} | PACKED | {"--source"}),
     "dequantize": ("checkpoint output", RUN | TALK - {"--verbose -v"}),
+    "merge": ("source adapter output", RUN | PACKED | TALK - {"--verbose -v"}),
     "push": (
         "checkpoint repo",
         TALK - {"--verbose -v"} | {"--private", "--revision", "--dry-run"},

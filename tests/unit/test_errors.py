@@ -17,7 +17,8 @@ from beamq.errors import BeamqError, Interrupted, UsageError, printable
 CODES = {
     "CheckFailed": 1, "UsageError": 2, "InputError": 3, "CheckpointError": 3, "ConfigError": 3,
     "TensorError": 3, "AlreadyQuantizedError": 3, "RecipeError": 3, "CalibrationError": 3,
-    "HubError": 3, "ResumeError": 3, "EnvironmentFault": 4, "DiskError": 4, "MemoryBudgetError": 4,
+    "AdapterError": 3, "HubError": 3, "ResumeError": 3, "EnvironmentFault": 4, "DiskError": 4,
+    "MemoryBudgetError": 4,
     "DeviceError": 4, "OutputBusyError": 4, "HubUnreachableError": 4, "MissingDependencyError": 4,
     "Interrupted": 130,
 }  # fmt: skip

@@ -14,10 +14,17 @@ import pytest
 import torch
 
 import beamq
+from beamq.adapter.options import AdapterOptions
 from beamq.calib.calibrate import CalibrationEvents, CalibrationKeywords
 from beamq.calib.options import CalibrationOptions
 from beamq.convert.dequantize import DequantizeEvents, DequantizeKeywords
-from beamq.convert.options import ConvertOptions, DequantizeOptions, PlanOptions
+from beamq.convert.merge import MergeEvents, MergeKeywords
+from beamq.convert.options import (
+    ConvertOptions,
+    DequantizeOptions,
+    MergeOptions,
+    PlanOptions,
+)
 from beamq.convert.quantize import ConvertEvents, QuantizeKeywords
 from beamq.convert.resources import DEFAULT_MEMORY_BYTES
 from beamq.errors import UsageError
@@ -30,11 +37,16 @@ from beamq.plan.plan import DEFAULT_SHARD_BYTES
 from beamq.plan.recipe import load_recipe
 
 CALLS: list[tuple[Callable[..., Any], Any, tuple[Any, ...]]] = [
-    (beamq.quantize, QuantizeKeywords, (ConvertOptions, ConvertEvents)),
+    (beamq.quantize, QuantizeKeywords, (ConvertOptions, ConvertEvents, AdapterOptions)),
     (beamq.dequantize, DequantizeKeywords, (DequantizeOptions, DequantizeEvents)),
-    (beamq.calibrate, CalibrationKeywords, (CalibrationOptions, CalibrationEvents)),
-    (beamq.compare, CompareKeywords, (CompareOptions, CompareEvents)),
-    (beamq.sensitivity, SensitivityKeywords, (SensitivityOptions, SensitivityEvents)),
+    (beamq.calibrate, CalibrationKeywords, (CalibrationOptions, CalibrationEvents, AdapterOptions)),
+    (beamq.merge, MergeKeywords, (MergeOptions, MergeEvents)),
+    (beamq.compare, CompareKeywords, (CompareOptions, CompareEvents, AdapterOptions)),
+    (
+        beamq.sensitivity,
+        SensitivityKeywords,
+        (SensitivityOptions, SensitivityEvents, AdapterOptions),
+    ),
 ]
 
 
@@ -46,7 +58,7 @@ def test_editors_and_help_know_the_fields(
     known = {name: hint.__forward_arg__ for name, hint in keywords.__annotations__.items()}
     assert known == {name: taken(each) for name, each in found.items()}
     shown = inspect.signature(call).parameters
-    assert list(shown)[2:] == list(found)
+    assert [name for name in shown if name not in PLACES[call.__name__]] == list(found)
     assert {name: shown[name].default for name in found} == {
         name: each.default for name, each in found.items()
     }
@@ -76,10 +88,21 @@ def test_help_describes_every_keyword(name: str) -> None:
     ] == []
 
 
+FROZEN = ("quantize", "dequantize", "merge", "calibrate", "compare", "sensitivity", "verify")
+
+
 def test_keywords_are_frozen() -> None:
     """Names, types and defaults as in tests/golden/keywords.txt; no call may lose one."""
     lines = []
-    for name in ("quantize", "dequantize", "calibrate", "compare", "sensitivity", "verify"):
+    for name in (
+        "quantize",
+        "dequantize",
+        "merge",
+        "calibrate",
+        "compare",
+        "sensitivity",
+        "verify",
+    ):
         found = []
         for each in inspect.signature(getattr(beamq, name)).parameters.values():
             default = "a function" if callable(each.default) else repr(each.default)
@@ -113,10 +136,12 @@ PLACES: dict[str, tuple[str, ...]] = {
     "calibrate": ("source", "stats"),
     "compare": ("source", "checkpoints"),
     "dequantize": ("checkpoint", "output"),
+    "inspect_adapter": ("adapter",),
     "inspect_checkpoint": ("checkpoint",),
     "load_recipe": ("name_or_path",),
     "logits": ("checkpoint", "input_ids"),
     "make_plan": ("source",),
+    "merge": ("source", "adapter", "output"),
     "merge_statistics": ("paths", "target"),
     "open_checkpoint": ("source",),
     "push": ("checkpoint", "repo"),

@@ -25,11 +25,14 @@ import torch
 from numpy import int64
 from numpy.typing import NDArray
 
+from beamq.adapter.merged import open_merged
+from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.beam.config import BeamConfig
 from beamq.calib.data import default_text, ids_digest, load_calibration_data
 from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError
+from beamq.eval.compare.adapter_effect import adapter_effects, effect_notes
 from beamq.eval.compare.findings import Findings, limits_for
 from beamq.eval.compare.footprint import (
     footprint,
@@ -76,7 +79,7 @@ class CompareEvents:
     on_result: Callable[[Comparison], None] = ignore
 
 
-class CompareKeywords(TextKeywords, total=False):
+class CompareKeywords(TextKeywords, AdapterKeywords, total=False):
     """Keywords of `compare`."""
 
     seed: int
@@ -88,7 +91,7 @@ class CompareKeywords(TextKeywords, total=False):
     on_result: Callable[[Comparison], None]
 
 
-@takes(CompareOptions, CompareEvents)
+@takes(CompareOptions, CompareEvents, AdapterOptions)
 def compare(
     source: str | Path,
     checkpoints: str | Path | Sequence[str | Path],
@@ -96,6 +99,8 @@ def compare(
 ) -> Comparison:
     """Run `source` and all `checkpoints` on the same tokens and say how they differ.
 
+    With an `adapter`, the source is the merged model, the base without it is the last candidate,
+    and each quantized candidate says what is left of the adapter's update (`Candidate.adapter`).
     See `CompareOptions` and `CompareEvents` for the keywords. A candidate whose bytes are not those
     in its beamq.json is called damaged. Under torchrun, experts are split over ranks; all return
     or raise the same, and only the first one calls `on_start` and `on_result`. Raises `UsageError`
@@ -114,12 +119,9 @@ def compare(
                 where = choose_device(asked.device, ranks)
                 gemm = asked.gemm or DEFAULT_GEMM.get(where.type, "reference")
                 options, settings = stream_options(where, asked.dtype, gemm)
-                base, *others = _open_all([source, *paths], ranks, stack)
-                if asked.input_ids is not None:
-                    ids_BT, record = given_text(asked.input_ids)
-                else:
-                    size = _size(base.checkpoint, where, asked.samples, asked.sequence_length)
-                    ids_BT, record = read_text(base.checkpoint, asked.data, size, asked.seed)
+                adapter = from_keywords(AdapterOptions, keywords)
+                base, *others = _open_all([source, *paths], adapter, ranks, stack)
+                ids_BT, record = _text_of(asked, base.checkpoint, where)
                 sums = [ReadChecksums(other.manifest) for other in others]
             found = run_side_by_side(
                 base.checkpoint,
@@ -131,11 +133,14 @@ def compare(
                 on_start=events.on_start,
                 progress=events.progress,
             )
+            moved = None if adapter.adapter is None else found[-1].divergence.mean_kld.value
             with ranks.agreeing():
                 result = Comparison(
                     source=base.model,
                     candidates=tuple(
-                        _candidate(base, other, findings, _notes(base, other, record, each.fault))
+                        _candidate(
+                            base, other, findings, moved, _notes(base, other, record, each.fault)
+                        )
                         for other, findings, each in zip(others, found, sums, strict=True)
                     ),
                     data=record,
@@ -149,9 +154,13 @@ def compare(
         ranks.leave()
 
 
-def _size(
-    checkpoint: Checkpoint, device: torch.device, samples: int | None, length: int | None
-) -> tuple[int, int]:
+def _text_of(
+    asked: CompareOptions, checkpoint: Checkpoint, device: torch.device
+) -> tuple[NDArray[int64], dict[str, Any]]:
+    """The token ids [S, T] to compare on, and their record."""
+    if asked.input_ids is not None:
+        return given_text(asked.input_ids)
+    length = asked.sequence_length
     longest = BeamConfig.from_dict(checkpoint.config).max_position_embeddings
     rows, tokens = DEFAULT_SIZE.get(device.type, DEFAULT_SIZE["cpu"])
     if length is not None and length > longest:
@@ -159,7 +168,8 @@ def _size(
             f"sequence length {length:,} is beyond the model's max_position_embeddings"
             f" ({longest:,})"
         )
-    return samples or rows, length or min(tokens, longest)
+    size = asked.samples or rows, length or min(tokens, longest)
+    return read_text(checkpoint, asked.data, size, asked.seed)
 
 
 # --- the text -------------------------------------------------------------------------------
@@ -233,12 +243,19 @@ def _digests(entries: Sequence[Mapping[str, Any]]) -> set[str]:
 # --- the models -----------------------------------------------------------------------------
 
 
-def _open_all(paths: Sequence[str | Path], ranks: Ranks, stack: ExitStack) -> list[_Opened]:
-    """Open all of them; those of the same name get a number."""
+def _open_all(
+    paths: Sequence[str | Path], adapter: AdapterOptions, ranks: Ranks, stack: ExitStack
+) -> list[_Opened]:
+    """Open all of them, the first with the adapter; then it is the last one too, without it, to say
+    how far the adapter moves it. Those of the same name get a number."""
+    if adapter.adapter is not None:
+        paths = [*paths, paths[0]]
     for path in paths:
         refuse_unfinished(user_path(path))
     budget = DEFAULT_CACHE_BYTES // ranks.world
-    opened = [stack.enter_context(open_checkpoint(path, cache_bytes=budget)) for path in paths]
+    base = stack.enter_context(open_merged(paths[0], adapter, cache_bytes=budget))
+    opened = [base]
+    opened += [stack.enter_context(open_checkpoint(p, cache_bytes=budget)) for p in paths[1:]]
     for checkpoint in opened:
         refuse_zeros(checkpoint)
     labels = [checkpoint.label for checkpoint in opened]
@@ -265,7 +282,7 @@ def _text(record: Mapping[str, Any] | None, key: str) -> str | None:
 
 
 def _candidate(
-    base: _Opened, other: _Opened, findings: Findings, notes: Sequence[str]
+    base: _Opened, other: _Opened, findings: Findings, moved: float | None, notes: Sequence[str]
 ) -> Candidate:
     config = BeamConfig.from_dict(base.checkpoint.config)
     sizes, total = layer_sizes(other.checkpoint), sum(layer.added for layer in findings.layers)
@@ -284,13 +301,15 @@ def _candidate(
         )
     findings = replace(findings, layers=tuple(layers))
     limits = limits_for(other.manifest, *stored_units(other.checkpoint))
+    effects = adapter_effects(base.checkpoint, other.checkpoint, other.manifest)
     fits = newly_fitting(base.model.memory, other.model.memory)
     return Candidate(
         **{each.name: getattr(findings, each.name) for each in fields(findings)},
         model=other.model,
         verdict=judge(findings, limits, base.model.memory, other.model.memory, fits),
         newly_fits=fits,
-        notes=tuple(notes),
+        adapter=effects,
+        notes=(*notes, *effect_notes(effects, findings.divergence.mean_kld.value, moved)),
     )
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from beamq.errors import counted
+from beamq.eval.compare.adapter_effect import PartEffect
 from beamq.eval.compare.findings import Breach, Findings, Limits, breaches, parting_layer
 from beamq.eval.compare.footprint import Fitting, Footprint, smallest_each
 from beamq.eval.compare.metrics import Divergence, LayerError
@@ -60,13 +61,15 @@ class SafetyVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate(Findings):
-    """One candidate: what was found of it, the verdict, and the machines that fit it only."""
+    """One candidate: what was found of it, the verdict, the machines that fit it only, and what is
+    left of the adapter that is merged into the source."""
 
     __repr__ = short_repr
 
     model: ComparedModel
     verdict: SafetyVerdict
     newly_fits: tuple[Fitting, ...]
+    adapter: tuple[PartEffect, ...] = ()
     notes: tuple[str, ...]
 
     def worst_linears(self, count: int) -> Sequence[WeightError]:

@@ -32,6 +32,8 @@ import torch
 from numpy import int64
 from numpy.typing import NDArray
 
+from beamq.adapter.merged import open_merged
+from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.beam.tensors import QUANTIZABLE, Role, role_of
 from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
@@ -241,7 +243,7 @@ class SensitivityEvents:
     progress: Callable[[int, int], None] | None = None
 
 
-class SensitivityKeywords(TextKeywords, total=False):
+class SensitivityKeywords(TextKeywords, AdapterKeywords, total=False):
     """Keywords of `sensitivity`."""
 
     seed: int
@@ -251,7 +253,7 @@ class SensitivityKeywords(TextKeywords, total=False):
     progress: Callable[[int, int], None] | None
 
 
-@takes(SensitivityOptions, SensitivityEvents)
+@takes(SensitivityOptions, SensitivityEvents, AdapterOptions)
 def sensitivity(
     source: str | Path, checkpoint: str | Path, **keywords: Unpack[SensitivityKeywords]
 ) -> Sensitivity:
@@ -273,7 +275,8 @@ def sensitivity(
     where = choose_device(asked.device, ranks)
     options, settings = stream_options(where, asked.dtype, asked.gemm)
     with ExitStack() as stack:
-        base, other = (stack.enter_context(open_checkpoint(p)) for p in (source, checkpoint))
+        base = stack.enter_context(open_merged(source, from_keywords(AdapterOptions, keywords)))
+        other = stack.enter_context(open_checkpoint(checkpoint))
         fmt, units = stored_units(other)
         if not units:
             raise TensorError(

@@ -21,7 +21,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, TypeGuard
 
-from beamq.plan.recipe import slow_part
+from beamq.patterns import slow_part
 
 Block = Mapping[str, Any]  # an object of a config file
 Fused = Mapping[str, tuple[str, ...]]

@@ -22,8 +22,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Unpack
 
+from beamq.adapter.merged import open_merged
+from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.calib.options import WORKERS
 from beamq.errors import CheckpointError, UsageError
 from beamq.eval.verify.against_source import DecodedCheckpoint, trace_decoded, trace_source
@@ -38,13 +40,13 @@ from beamq.eval.verify.config_files import (
 from beamq.eval.verify.folder import Folder, Sorter, check_scalars, read_folder
 from beamq.eval.verify.second_opinion import SECOND_OPINION, ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, plan_items, read_all
-from beamq.io.checkpoint import Checkpoint, open_checkpoint
+from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.io.hub import hub_source
 from beamq.io.journal import refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
-from beamq.options import Flag, takes
+from beamq.options import Flag, from_keywords, takes
 from beamq.plan.content import REMEDY, zero_faults
 from beamq.plan.sources import SourceRange
 from beamq.ranks import Ranks, cores_here, current_ranks
@@ -53,7 +55,7 @@ DEFAULT_SAMPLE = 16
 MAX_THREADS = 16
 
 
-@takes(workers=WORKERS, sample=Flag("", at_least=0))
+@takes(AdapterOptions, workers=WORKERS, sample=Flag("", at_least=0))
 def verify(
     checkpoint: str | Path,
     *,
@@ -62,6 +64,7 @@ def verify(
     workers: int | None = None,
     sample: int = DEFAULT_SAMPLE,
     progress: Callable[[int, int], None] | None = None,
+    **keywords: Unpack[AdapterKeywords],
 ) -> VerifyReport:
     """Run every check that `level` and `source` allow; `report.ok` says whether none failed.
 
@@ -77,6 +80,9 @@ def verify(
     """
     if level == "quick" and source is not None:
         raise UsageError("--quick compares with beamq.json alone; leave out --source")
+    adapter = from_keywords(AdapterOptions, keywords)
+    if adapter.adapter is not None and source is None:
+        raise UsageError("--adapter is merged into the source; give --source")
     if level == "forward" and source is None:
         raise UsageError("level forward runs the checkpoint next to its source; give --source")
     started = time.monotonic()
@@ -85,7 +91,10 @@ def verify(
     readers = Readers(ranks=ranks, threads=threads, progress=progress)
     try:
         with ExitStack() as stack:
-            job = _Pass(name=checkpoint, source=source, level=level, readers=readers, stack=stack)
+            job = _Pass(
+                name=checkpoint, source=source, adapter=adapter,
+                level=level, readers=readers, stack=stack,
+            )  # fmt: skip
             if level == "quick":
                 job.quick()
             else:
@@ -112,6 +121,7 @@ class _Pass:
 
     name: str | Path
     source: str | Path | None
+    adapter: AdapterOptions
     level: str
     readers: Readers
     stack: ExitStack
@@ -169,9 +179,10 @@ class _Pass:
         ranges: dict[str, SourceRange] = {}
         if self.source is not None:
             cache_bytes = DEFAULT_CACHE_BYTES // self.readers.ranks.world
-            origin = open_checkpoint(self.source, cache_bytes=cache_bytes)
+            origin = open_merged(self.source, self.adapter, cache_bytes=cache_bytes)
             values = self.origin = self.stack.enter_context(origin)
-            if folder.plain:  # then the source is the quantized folder that it was decoded from
+            # A plain folder is decoded from a quantized source, or merged from a plain one.
+            if folder.plain and self.adapter.adapter is None:
                 values = decoded = DecodedCheckpoint(origin)
                 ranges = trace_decoded(folder, inventory, decoded, ledger)
             else:

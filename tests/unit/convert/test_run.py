@@ -30,9 +30,9 @@ def all_of(scheduler: Scheduler, worker: int) -> list[int]:
 
 
 def test_how_many() -> None:
-    counts = [queue_count(workers, remote=False) for workers in (1, 2, 3, 4, 8, 16, 32)]
+    counts = [queue_count(workers, in_order=False) for workers in (1, 2, 3, 4, 8, 16, 32)]
     assert counts == [1, 1, 1, 2, 4, 8, 8]
-    assert queue_count(32, remote=True) == 1
+    assert queue_count(32, in_order=True) == 1
 
 
 def test_one_queue_is_the_order_of_the_plan() -> None:

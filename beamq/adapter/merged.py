@@ -1,0 +1,569 @@
+"""A checkpoint with an adapter merged in: the same tensors, read through the merge.
+
+In: an opened source and an `Adapter`. Out: a `Checkpoint` whose reads give merged bytes, so that
+calibration, conversion and comparison need to know nothing of adapters, and `quantize` with an
+adapter gives the bytes of `merge` followed by `quantize`.
+
+The one idea: every update is local to rows of its weight. A read is widened to whole rows, these
+are merged and rounded once to the dtype that the source stores (F32 for the router), and the
+bytes asked for are cut out. Arithmetic is that of `formats.kernels.cpu.add_low_rank`, on every
+device. Memory: the pair that a thread works on, and the last few packed tensors of experts, whose
+columns are interleaved on disk. DoRA on the embedding needs a first pass over all its rows.
+
+A pair of which A or B is all zero changes nothing, and its weight keeps its bytes (-0.0 included).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from beamq.adapter.config import CONFIG_NAME, AdapterConfig, read_adapter_config
+from beamq.adapter.options import AdapterOptions
+from beamq.adapter.read import (
+    Assignment,
+    Factor,
+    Layout,
+    LowRank,
+    Order,
+    Replaced,
+    Update,
+    assign,
+    packed_weights,
+    part_of,
+)
+from beamq.beam.config import BeamConfig
+from beamq.beam.tensors import FP32_ROLES, Role, classify, packed_shape
+from beamq.errors import AdapterError, TensorError, UsageError
+from beamq.formats.kernels import cpu
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint, open_checkpoint, open_files
+from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
+from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
+from beamq.io.source import Header, Prefetch, SourceFiles
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+PIECE_BYTES = 1 << 24
+HELD_TENSORS = 3  # packed pairs of experts: two of a layer, and one of the next
+NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a sum is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter's files, its config and tensors, and a SHA-256 over all of its content."""
+
+    files: SourceFiles
+    config: AdapterConfig
+    tensors: tuple[TensorSpec, ...]
+    digest: str
+
+    @property
+    def label(self) -> str:
+        """What records may show: the folder's own name, or `org/name`; never a path."""
+        return self.files.label
+
+
+def open_adapter(adapter: str | Path) -> Adapter:
+    """Open a folder or `org/name[@revision]` on the Hub, and read all of it once.
+
+    Raises `AdapterError` for a config that cannot be merged, for weights that are only a pickle,
+    and for a value that is NaN or infinite.
+    """
+    files = open_files(adapter, cache_bytes=1 << 62)
+    try:
+        if not files.has(CONFIG_NAME):
+            raise AdapterError(f"{files.name}: no {CONFIG_NAME}; expected the folder of an adapter")
+        config = read_adapter_config(files.path(CONFIG_NAME))
+        if not files.has(WEIGHTS_NAME):
+            pickles = [name for name in files.names() if name.endswith((".bin", ".pt"))]
+            raise AdapterError(
+                f"{files.name}: no {WEIGHTS_NAME}"
+                + (
+                    f", only pickle files ({few(pickles)}), which beamq never opens; load the"
+                    " adapter with PEFT where you trust it, and save it again as safetensors"
+                    if pickles
+                    else "; is the adapter whole?"
+                )
+            )
+        tensors, _ = files.header(WEIGHTS_NAME)
+        return Adapter(
+            files=files,
+            config=config,
+            tensors=tuple(tensors),
+            digest=_digest(files, files.path(CONFIG_NAME).read_bytes(), tensors),
+        )
+    except BaseException:
+        files.close()
+        raise
+
+
+def _digest(files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]) -> str:
+    """SHA-256 over the config and all tensors. Raises `AdapterError` for a value not finite."""
+    digest = hashlib.sha256(config)
+    for spec in tensors:
+        digest.update(f"\n{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
+        for start in range(0, spec.nbytes, PIECE_BYTES):
+            piece = bytearray(min(PIECE_BYTES, spec.nbytes - start))
+            files.read(spec.file, spec.offset + start, memoryview(piece), spec.name)
+            digest.update(piece)
+            if spec.dtype in FLOAT_SOURCES and cpu.amax(piece, spec.dtype).nonfinite:
+                raise AdapterError(
+                    f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
+                )
+    return digest.hexdigest()
+
+
+def open_merged(
+    source: str | Path,
+    how: AdapterOptions,
+    *,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    cache_folder: Path | None = None,
+) -> Checkpoint:
+    """`open_checkpoint`, with the adapter of `how` merged in where there is one."""
+    if how.adapter is None:
+        if how.expert_lora_layout is not None or how.expert_lora_order is not None:
+            raise UsageError("--expert-lora-layout and --expert-lora-order go with --adapter")
+        return open_checkpoint(source, cache_bytes=cache_bytes, cache_folder=cache_folder)
+    adapter = open_adapter(how.adapter)  # first: it is small, and says most of what is refused
+    with ExitStack() as stack:
+        stack.callback(adapter.files.close)
+        checkpoint = open_checkpoint(source, cache_bytes=cache_bytes, cache_folder=cache_folder)
+        stack.callback(checkpoint.close)
+        merged = merge_adapter(
+            checkpoint, adapter, layout=how.expert_lora_layout, order=how.expert_lora_order
+        )
+        stack.pop_all()
+    return merged
+
+
+def merge_adapter(
+    checkpoint: Checkpoint,
+    adapter: Adapter,
+    *,
+    layout: Layout | None = None,
+    order: Order | None = None,
+) -> Checkpoint:
+    """The checkpoint with the adapter merged in. It owns both, and closes them.
+
+    Raises `AdapterError` before a weight is read, but for copies of the base in the adapter, which
+    are compared with the source.
+    """
+    model = BeamConfig.from_dict(checkpoint.config)
+    ends = [s.name for s in adapter.tensors if "embed_tokens." in s.name or "lm_head." in s.name]
+    if model.tie_word_embeddings and ends:
+        raise AdapterError(
+            f"{few(ends, 1)}: the embedding or the head changes, which config.json ties: training"
+            " changed one end and a merge would change both; untie them in the source first"
+        )
+    found = assign(adapter.tensors, adapter.config, model, layout=layout, order=order)
+    files = MergedFiles(checkpoint, adapter, found, model)
+    files.check_base_copies()
+    return replace(checkpoint, tensors=files.merged_tensors, source=files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows `first` .. `first + count - 1` of a stored tensor are weight `name`, which changes."""
+
+    first: int
+    count: int
+    name: str
+    update: Update
+
+
+class MergedFiles(SourceFiles):
+    """A source's files, with the bytes of its tensors merged as they are read. Thread safe."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, adapter: Adapter, found: Assignment, model: BeamConfig
+    ) -> None:
+        self.base = checkpoint
+        self.inner = checkpoint.source
+        self.adapter = adapter
+        self.assignment = found
+        self.name = f"{self.inner.name}+{adapter.label}"
+        self.label = f"{self.inner.label}+{adapter.label}"
+        self.parallel, self.local = self.inner.parallel, self.inner.local
+        self._stored = checkpoint.tensors
+        self._rows = _changed_rows(checkpoint, found.updates, model)
+        self.merged_tensors = {name: self._merged_spec(spec) for name, spec in self._stored.items()}
+        self.merged = self._record()
+        self._lock = threading.RLock()
+        self._held: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._column_scales: dict[str, torch.Tensor] = {}
+        self._last = threading.local()
+
+    def _merged_spec(self, spec: TensorSpec) -> TensorSpec:
+        """The tensor as read here. An adapted router is F32, whatever the source stores."""
+        if spec.name not in self._rows or classify(spec.name).role not in FP32_ROLES:
+            return spec
+        return replace(spec, dtype="F32", nbytes=spec.numel * ITEMSIZE["F32"])
+
+    def _record(self) -> dict[str, Any]:
+        """What beamq.json, the card and the plan say of the adapter."""
+        found, config = self.assignment, self.adapter.config
+        scalings = Counter(
+            (each.rank, each.scaling)
+            for each in found.updates.values()
+            if isinstance(each, LowRank)
+        )
+        form = found.form
+        return {
+            "name": self.adapter.label,
+            "digest": self.adapter.digest,
+            "peft_version": config.peft_version,
+            "dora": config.use_dora,
+            "scalings": [
+                {"rank": rank, "scaling": scaling, "weights": count}
+                for (rank, scaling), count in scalings.items()
+            ],
+            "packed_experts": None
+            if form is None
+            else {"layout": form.layout, "order": form.order, "decided_by": form.reason},
+            "parts": part_counts(found.updates),
+            "notes": list(found.notes),
+        }
+
+    # --- files -----------------------------------------------------------------------------------
+
+    def folder(self) -> Path:
+        return self.inner.folder()
+
+    def listing(self) -> Mapping[str, int]:
+        return self.inner.listing()
+
+    def names(self) -> Sequence[str]:
+        return self.inner.names()
+
+    def has(self, file: str) -> bool:
+        return self.inner.has(file)
+
+    def path(self, file: str) -> Path:
+        return self.inner.path(file)
+
+    def header(self, file: str) -> Header:
+        specs, metadata = self.inner.header(file)
+        return [self._merged_spec(spec) for spec in specs], metadata
+
+    def advise(self, file: str, offset: int, nbytes: int) -> None:
+        self.inner.advise(file, offset, nbytes)
+
+    def missing_nbytes(self) -> Mapping[str, int]:
+        return self.inner.missing_nbytes()
+
+    def prefetch(self, jobs: Sequence[Collection[str]]) -> AbstractContextManager[Prefetch]:
+        return self.inner.prefetch(jobs)
+
+    def stamp(self, shards: Sequence[str]) -> str:
+        return self.inner.stamp(shards)
+
+    def changed(self) -> str | None:
+        return self.inner.changed() or self.adapter.files.changed()
+
+    def close(self) -> None:
+        self.inner.close()
+        self.adapter.files.close()
+
+    # --- reading ---------------------------------------------------------------------------------
+
+    def read(self, file: str, offset: int, out: memoryview, name: str) -> None:
+        """Fill `out` with merged bytes; `offset` counts in the tensor as it is merged."""
+        rows = self._rows.get(name)
+        if rows is None:
+            self.inner.read(file, offset, out, name)
+            return
+        self._read_merged(rows, offset, out, name, self.inner.read)
+
+    def peek(self, file: str, offset: int, nbytes: int, name: str) -> bytes:
+        rows = self._rows.get(name)
+        if rows is None:
+            return self.inner.peek(file, offset, nbytes, name)
+
+        def read(file: str, offset: int, out: memoryview, name: str) -> None:
+            out[:] = self.inner.peek(file, offset, out.nbytes, name)
+
+        out = bytearray(nbytes)
+        self._read_merged(rows, offset, memoryview(out), name, read)
+        return bytes(out)
+
+    def _read_merged(
+        self,
+        changed: Sequence[_Rows],
+        offset: int,
+        out: memoryview,
+        name: str,
+        read: Callable[[str, int, memoryview, str], None],
+    ) -> None:
+        stored, merged = self._stored[name], self.merged_tensors[name]
+        total = stored.numel // stored.shape[-1] if len(stored.shape) > 1 else stored.numel
+        row, stored_row = merged.nbytes // total, stored.nbytes // total
+        start = offset - merged.offset
+        first, last = start // row, -(-(start + out.nbytes) // row)
+        base = memoryview(bytearray((last - first) * stored_row))
+        read(stored.file, stored.offset + first * stored_row, base, name)
+        whole = base
+        if merged.dtype != stored.dtype:
+            whole = memoryview(bytearray((last - first) * row))
+            cpu.convert(base, stored.dtype, whole, merged.dtype)
+        for each in changed:
+            begin, end = max(first, each.first), min(last, each.first + each.count)
+            if begin < end:
+                place = slice((begin - first) * row, (end - first) * row)
+                source = base[(begin - first) * stored_row : (end - first) * stored_row]
+                own = range(begin - each.first, end - each.first)
+                self._merge(each, own, (source, stored.dtype), (whole[place], merged.dtype))
+        out[:] = whole[start - first * row :][: out.nbytes]
+
+    def _merge(
+        self,
+        changed: _Rows,
+        rows: range,
+        source: tuple[memoryview, str],
+        out: tuple[memoryview, str],
+    ) -> None:
+        """Merge `rows` of one weight into `out`. Raises `TensorError` if a result is not finite."""
+        update, (view, dtype) = changed.update, out
+        if isinstance(update, LowRank):
+            if update.magnitude is not None:
+                self._merge_dora(changed, rows, source, out)
+            elif (pair := self._pair(changed.name, update)) is not None:
+                a, b = pair
+                self._add(a, b[rows.start : rows.stop], update.scaling, source, out)
+        elif isinstance(update, Replaced):
+            first = update.first + rows.start
+            _write(self._read_rows(update.spec, slice(first, first + len(rows))), view, dtype)
+        else:
+            row = len(view) // len(rows)
+            for place, token in enumerate(update.tokens):
+                if token in rows:
+                    at = (token - rows.start) * row
+                    values = self._read_rows(update.spec, slice(place, place + 1))
+                    _write(values, view[at : at + row], dtype)
+        if cpu.amax(view, dtype).nonfinite:
+            raise TensorError(
+                f"{changed.name}: the merged weight holds NaN or infinite values; is"
+                f" {self.adapter.label} an adapter of this model?"
+            )
+
+    def _add(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scaling: float,
+        source: tuple[memoryview, str],
+        out: tuple[memoryview, str],
+    ) -> None:
+        cpu.add_low_rank(
+            source[0], source[1], a.shape[1], _bytes(a), _bytes(b), scaling, out[0], out[1]
+        )
+
+    def _merge_dora(
+        self,
+        changed: _Rows,
+        rows: range,
+        source: tuple[memoryview, str],
+        out: tuple[memoryview, str],
+    ) -> None:
+        """W <- m / |W + s B A| * (W + s B A): norms summed in FP64, all else in FP32."""
+        update = changed.update
+        assert isinstance(update, LowRank)
+        assert update.magnitude is not None
+        if classify(changed.name).role is Role.EMBEDDING:
+            scale = self._embedding_scale(changed.name, update)
+            summed = self._summed(changed.name, update, rows, source)
+            _write(scale * summed, *out)
+            return
+        summed = self._summed(changed.name, update, rows, source)
+        norm = summed.double().square_().sum(dim=1).sqrt_().float()
+        magnitude = (
+            self._read_rows(update.magnitude, slice(None))
+            .reshape(-1)[rows.start : rows.stop]
+            .float()
+        )
+        _write((magnitude / norm).unsqueeze(1) * summed, *out)
+
+    def _summed(
+        self, name: str, update: LowRank, rows: range, source: tuple[memoryview, str]
+    ) -> torch.Tensor:
+        """W + s B A of some rows, FP32 [rows, K]."""
+        import torch
+
+        a, b = self._factors(name, update)
+        summed = torch.empty((len(rows), a.shape[1]), dtype=torch.float32)
+        self._add(a, b[rows.start : rows.stop], update.scaling, source, (_bytes(summed), "F32"))
+        return summed
+
+    def _embedding_scale(self, name: str, update: LowRank) -> torch.Tensor:
+        """m / norm of each column of the embedding, FP32 [H]; one pass over all rows, kept."""
+        import torch
+
+        with self._lock:
+            if name not in self._column_scales:
+                spec = self._stored[name]
+                row, total = spec.nbytes // spec.shape[0], torch.zeros(spec.shape[1]).double()
+                for first in range(0, spec.shape[0], NORM_ROWS):
+                    rows = range(first, min(first + NORM_ROWS, spec.shape[0]))
+                    piece = memoryview(bytearray(len(rows) * row))
+                    self.inner.read(spec.file, spec.offset + first * row, piece, name)
+                    summed = self._summed(name, update, rows, (piece, spec.dtype))
+                    total += summed.double().square_().sum(dim=0)
+                assert update.magnitude is not None
+                magnitude = self._read_rows(update.magnitude, slice(None)).reshape(-1).float()
+                self._column_scales[name] = magnitude / total.sqrt_().float()
+            return self._column_scales[name]
+
+    # --- the adapter's tensors -------------------------------------------------------------------
+
+    def _pair(self, name: str, update: LowRank) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A [r, K] and B [N, r], FP32; None where one is all zero, so that nothing changes."""
+        a, b = self._factors(name, update)
+        return (a, b) if a.any() and b.any() else None
+
+    def _factors(self, name: str, update: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
+        """A [r, K] and B [N, r], FP32; those that this thread used last are kept."""
+        if getattr(self._last, "name", None) != name:
+            self._last.pair = self._factor(update.a), self._factor(update.b)
+            self._last.name = name
+        pair: tuple[torch.Tensor, torch.Tensor] = self._last.pair
+        return pair
+
+    def _factor(self, factor: Factor) -> torch.Tensor:
+        if factor.columns == slice(None) and not factor.transposed:
+            return self._read_rows(factor.spec, factor.rows).float()
+        matrix = self._whole(factor.spec)[factor.rows, factor.columns]
+        return (matrix.t() if factor.transposed else matrix).float().contiguous()
+
+    def _whole(self, spec: TensorSpec) -> torch.Tensor:
+        """All of a matrix of which columns are needed; the last few are kept."""
+        with self._lock:
+            found = self._held.pop(spec.name, None)
+            if found is None:
+                found = self._read_rows(spec, slice(None))
+            self._held[spec.name] = found
+            while len(self._held) > HELD_TENSORS:
+                self._held.popitem(last=False)
+            return found
+
+    def _read_rows(self, spec: TensorSpec, rows: slice) -> torch.Tensor:
+        """Rows of a tensor of the adapter, seen as a matrix, in its own dtype."""
+        width = spec.shape[-1] if len(spec.shape) > 1 else 1
+        wanted = range(spec.numel // width)[rows]
+        row = width * ITEMSIZE[spec.dtype]
+        data = bytearray(len(wanted) * row)
+        start = spec.offset + wanted.start * row
+        self.adapter.files.read(spec.file, start, memoryview(data), spec.name)
+        return _tensor(data, spec.dtype, (len(wanted), width))
+
+    def check_base_copies(self) -> None:
+        """Raise `AdapterError` unless the adapter's copies of base weights equal the source's."""
+        for name, spec in self.assignment.base_copies.items():
+            stored = self._stored.get(name)
+            if stored is None or spec.shape != stored.shape:
+                raise AdapterError(
+                    f"{spec.name}: a copy of {name}, which the source does not have in that shape"
+                )
+            row = stored.nbytes // stored.shape[0]
+            for first in range(0, stored.shape[0], NORM_ROWS):
+                rows = range(first, min(first + NORM_ROWS, stored.shape[0]))
+                piece = bytearray(len(rows) * row)
+                self.inner.read(stored.file, stored.offset + first * row, memoryview(piece), name)
+                copy = self._read_rows(spec, slice(rows.start, rows.stop))
+                if not copy.float().equal(_tensor(piece, stored.dtype, tuple(copy.shape)).float()):
+                    raise AdapterError(
+                        f"{spec.name}: this copy of the base differs from {name} of"
+                        f" {self.label}; the adapter was trained on another base, use that one as"
+                        " the source"
+                    )
+
+
+def merged_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What a plan and a card say of the adapter in a checkpoint; nothing where there is none."""
+    merged = checkpoint.source.merged
+    if merged is None:
+        return ()
+    parts = ", ".join(f"{part} ({count:,})" for part, count in merged["parts"].items())
+    scalings = ", ".join(
+        f"rank {each['rank']} times {each['scaling']:g}" for each in merged["scalings"]
+    )
+    kind = "DoRA adapter" if merged["dora"] else "adapter"
+    said = [f"the {kind} {merged['name']} is merged into the weights: {parts}"]
+    if scalings:
+        said[0] += f"; {scalings}"
+    if (form := merged["packed_experts"]) is not None:
+        said.append(
+            f"packed experts of the adapter are read in PEFT's {form['layout']} layout, the expert"
+            f" {form['order']} in B (decided by: {form['decided_by']})"
+        )
+    return (*said, *merged["notes"])
+
+
+def part_counts(names: Iterable[str]) -> dict[str, int]:
+    """Number of weights by part."""
+    return dict(Counter(map(part_of, names)))
+
+
+def _changed_rows(
+    checkpoint: Checkpoint, updates: Mapping[str, Update], model: BeamConfig
+) -> dict[str, tuple[_Rows, ...]]:
+    """Stored tensor -> its rows that change. Raises `AdapterError` for a source without them."""
+    found: dict[str, tuple[_Rows, ...]] = {}
+    left = set(updates)
+    for name, spec in checkpoint.tensors.items():
+        rows = []
+        for target, first, count in _weights_in(spec, model):
+            if target in left:
+                left.remove(target)
+                rows.append(_Rows(first=first, count=count, name=target, update=updates[target]))
+        if rows:
+            found[name] = tuple(rows)
+            if spec.dtype not in FLOAT_SOURCES:
+                raise AdapterError(
+                    f"{checkpoint.name}: {name} is {spec.dtype}, which is quantized; merge the"
+                    " adapter into the high-precision original"
+                )
+    if left:
+        raise AdapterError(
+            f"{checkpoint.name}: the adapter changes {few(sorted(left))}, which the source lacks"
+        )
+    return found
+
+
+def _weights_in(spec: TensorSpec, model: BeamConfig) -> Iterator[tuple[str, int, int]]:
+    """(weight, first row, rows) for each weight in a stored tensor, seen as a matrix."""
+    role = classify(spec.name)
+    if role.packed is None:
+        width = spec.shape[-1] if len(spec.shape) > 1 else 1
+        yield spec.name, 0, spec.numel // width if width else 0
+    elif spec.shape == packed_shape(model, role.packed):
+        for target, first in packed_weights(role, model):
+            part = 1 if role.packed == "down_proj" else 2
+            yield target, first, spec.shape[1] // part
+
+
+def _tensor(data: bytearray | memoryview, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    from beamq.formats.numerics import tensor_from_bytes
+
+    return tensor_from_bytes(data, dtype, shape)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    import torch
+
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write(values: torch.Tensor, out: memoryview, dtype: str) -> None:
+    """Values rounded to `dtype`, into `out`."""
+    from beamq.formats.numerics import TORCH_DTYPES
+
+    out[:] = _bytes(values.to(TORCH_DTYPES[dtype]).contiguous())
