@@ -455,7 +455,7 @@ def test_plan_as_text(run: Run, beam_nano: Path) -> None:
     assert "multiple of 64 on each GPU: 300% more than an even share on 4 GPUs." in said
     assert "pad the width" not in run("plan", beam_nano, "--recipe", "fp8").out
     assert re.search(r"8,192 tokens: [\d.]+ MB \([\d.]+ MiB\) in BF16, [\d.]+ MB \(", said)
-    assert "0.00 GB" not in said
+    assert not re.search(r"\b0\.00 GB", said)  # 70.00 GB may be free
     again = run("plan", beam_nano).out
     assert _without_free_space(again) == _without_free_space(ran.out)
 
