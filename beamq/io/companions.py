@@ -27,12 +27,12 @@ LARGE_BYTES = 50_000_000
 MAX_CARD_BYTES = 1 << 18  # of which the front matter is at most `files.MAX_YAML`
 
 WRITTEN_ANEW = "written anew"
-SECRET = "may be a secret"
 LEFT: dict[str, tuple[str, ...]] = {
     WRITTEN_ANEW: ("/config.json", "/hf_quant_config.json", "/beamq.json", "/beamq-*"),
     "weights": (
         *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES), "*.index.json", "*.onnx", "*.onnx_data",
         "*.onnx.data", "*.tflite", "*.mlmodel", "*.npz", "*.keras", "*.engine", "*.distcp",
+        "*.ggml", "*.nemo", "*.ot", "*.pdparams", "*.pt2",
     ),
     "pickles": ("*.pkl", "*.pickle", "*.joblib", "*.dill", "*.cloudpickle"),
     "bytecode": ("*.pyc", "*.pyo", "__pycache__/*"),
@@ -48,9 +48,10 @@ LEFT: dict[str, tuple[str, ...]] = {
         "*.partial", "*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.tmp", "*.temp",
         "*.bak", "*.backup", "*.orig", "*.old", "*.swp", "*~",
     ),
-    SECRET: (
+    "may be a secret": (
         "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12",
-        "*.pfx", "*.env", "credentials*", "secrets.*", "hf_token*", "token", "token.txt",
+        "*.pfx", "*.kdbx", "*.env", "credentials*", "secrets.*", "*api_key*",
+        "service_account*.json", "kaggle.json", "hf_token*", "token", "token.txt",
     ),
 }  # fmt: skip
 """Why a file stays behind -> its names in lower case. A pattern is for the name alone, with "/" at

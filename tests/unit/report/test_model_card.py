@@ -235,6 +235,10 @@ def test_cards_of_cards_do_not_clash(nano_copy: Path, tmp_path: Path) -> None:
     assert back["README.md"] is None
     assert back["README.source.md"] == "README.md"
     assert back["README.source.source.md"] == "README.source.md"
+    both = companion_files({"README.md": 1, "readme.md": 1})
+    assert [(each.target, restored_name(each)) for each in both] == [
+        ("README.source.md", None), ("readme.md", "readme.md"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
