@@ -3,6 +3,9 @@
 Each command of the command line is one call here:
 
     make_plan, quantize, dequantize     plan a conversion from headers; convert a folder
+    quantize_tensors                    the same for tensors in memory, as a trainer has them
+    output_metadata                     names, dtypes and shapes of what comes out of it
+    quantization_config                 what an engine's config.json has to say of them
     calibrate, merge_statistics         record the inputs of a model's linears, for input scales
     verify, inspect_checkpoint          check that engines will load a folder; describe it
     compare, write_report               measure what quantization cost and what it saved
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from beamq.convert.merge import MergeResult, merge
     from beamq.convert.quantize import QuantizeResult, quantize
     from beamq.convert.run import Progress
+    from beamq.convert.tensors import TensorStream, quantize_tensors
     from beamq.errors import (
         AdapterError,
         AlreadyQuantizedError,
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from beamq.model.logits import logits
     from beamq.plan.plan import Plan, make_plan
     from beamq.plan.recipe import Recipe, load_recipe
+    from beamq.plan.targets import output_metadata, quantization_config
     from beamq.publish import PushResult, push
     from beamq.report.files import write_report
 
@@ -110,6 +115,7 @@ __all__ = [
     "Sensitivity",
     "TensorError",
     "TensorSpec",
+    "TensorStream",
     "UsageError",
     "VerifyReport",
     "__version__",
@@ -124,8 +130,11 @@ __all__ = [
     "merge",
     "merge_statistics",
     "open_checkpoint",
+    "output_metadata",
     "push",
+    "quantization_config",
     "quantize",
+    "quantize_tensors",
     "sensitivity",
     "verify",
     "write_report",
@@ -153,6 +162,8 @@ _HOMES = {
     "beamq.plan.plan": ("Plan", "make_plan"),
     "beamq.plan.recipe": ("Recipe", "load_recipe"),
     "beamq.convert.run": ("Progress",),
+    "beamq.convert.tensors": ("TensorStream", "quantize_tensors"),
+    "beamq.plan.targets": ("output_metadata", "quantization_config"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -125,7 +125,7 @@ def takes(*classes: type, **flags: Flag) -> Callable[[Callable[P, T]], Callable[
                 if name in own:
                     hint = str(own[name].annotation)
                     given.arguments[name] = read(value, name, hint, flags.get(name))
-            with _torch_as_it_comes(), ExitStack() as stack:
+            with torch_as_it_comes(), ExitStack() as stack:
                 if progress and progress not in keywords and in_notebook():
                     bar = stack.enter_context(notebook_bar(function.__name__))
                     return function(*given.args, **given.kwargs | {progress: bar})
@@ -139,7 +139,7 @@ def takes(*classes: type, **flags: Flag) -> Callable[[Callable[P, T]], Callable[
 
 
 @contextmanager
-def _torch_as_it_comes() -> Iterator[None]:
+def torch_as_it_comes() -> Iterator[None]:
     """Set a caller's autocast and default device aside; they would change what a model computes."""
     with ExitStack() as stack:
         if (torch := sys.modules.get("torch")) is not None:

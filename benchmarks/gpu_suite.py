@@ -37,6 +37,7 @@ def steps(folder: Path) -> dict[str, list[str]]:
         "tests": ["-m", "pytest", "tests/gpu", "-q", *side_by_side],
         "doctor": ["-c", DOCTOR, str(folder / "doctor.json")],
         "kernels": script("kernels_gpu"),
+        "streams": script("stream_gpu"),
         "gemms": script("gemm_gpu"),
         "forward": script("forward_gpu", "--transformers"),
         "conversion": script("convert_gpu", *CONVERSION),

@@ -34,7 +34,7 @@ def measure(stack: int, n: int, k: int) -> dict[str, tuple[float, int]]:
     ]
     values = stack * n * k
     scale = gpu.amax(sources[0]) / 2688
-    counts = torch.zeros(4, dtype=torch.int32, device="cuda")
+    counts = torch.zeros(stack, 4, dtype=torch.int32, device="cuda")
     fours = [gpu.nvfp4_quantize(w, scale) for w in sources]
     eights = [gpu.fp8_quantize_rows(w) for w in sources]
     copies = [torch.empty_like(w) for w in sources]

@@ -88,6 +88,14 @@ def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
     )
 
 
+def ignore_list(
+    config: BeamConfig, fmt: str, quantized: Collection[Unit], extra_modules: Iterable[str]
+) -> list[str]:
+    """What engines must not quantize, in the form of the format's config."""
+    form = compressed_tensors_ignore if fmt == "fp8" else modelopt_ignore
+    return form(config, quantized, extra_modules)
+
+
 def modelopt_ignore(
     config: BeamConfig, quantized: Collection[Unit], extra_modules: Iterable[str]
 ) -> list[str]:

@@ -261,8 +261,7 @@ class Work:
     """What a run reads and writes, whichever way it converts.
 
     `scales` is how NVFP4 block scales are chosen (see `Recipe`);
-    `remote_shards` are the source's shards that have to be fetched first, with their bytes;
-    `hints` are for the user alone: of files and paths of the source, which nothing may publish.
+    `remote_shards` are the source's shards that have to be fetched first, with their bytes.
     """
 
     __repr__ = short_repr
@@ -276,7 +275,6 @@ class Work:
     total_parameters: int
     scales: str = "max"
     remote_shards: Mapping[str, int] = field(default_factory=dict, repr=False)
-    hints: tuple[str, ...] = ()
 
     @property
     def tensor_nbytes(self) -> int:
@@ -312,7 +310,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Work):
-    """A quantization: the work, and all that reports and configs say of it."""
+    """A quantization: the work, and all that reports and configs say of it.
+
+    `hints` are for the user alone: of files and paths of the source, which nothing may publish.
+    """
 
     __repr__ = short_repr
 
@@ -322,6 +323,7 @@ class Plan(Work):
     ignore: tuple[str, ...]
     dropped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    hints: tuple[str, ...]
     parameters: dict[str, int]
     quantized_parameters: int
     source_nbytes: int
@@ -376,9 +378,6 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
     modules = layout.harmless_entries(
         config, (classify(spec.name).module for spec in sources.extra if len(spec.shape) == 2)
     )
-    make_ignore = (
-        layout.compressed_tensors_ignore if recipe.format == "fp8" else layout.modelopt_ignore
-    )
     parameters = _parameters_by_role(sources)
     return Plan(
         config=config,
@@ -388,7 +387,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         shards=shards,
         units=units,
         exclusions=exclusions,
-        ignore=tuple(make_ignore(config, units, modules)),
+        ignore=tuple(layout.ignore_list(config, recipe.format, units, modules)),
         dropped=sources.dropped,
         companions=companion_files(files),
         remote_shards=checkpoint.source.missing_nbytes(),

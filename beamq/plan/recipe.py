@@ -121,6 +121,9 @@ class Recipe:
         del data["summary"], data["bounds"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
+    def __hash__(self) -> int:
+        return hash(self.digest())  # `rules` has no hash of its own
+
     def with_options(self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None) -> Recipe:
         """This recipe with command-line options added."""
         options = {"exclude": [*self.exclude, *exclude], "kv_cache": kv_cache or self.kv_cache}

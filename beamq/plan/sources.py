@@ -112,7 +112,7 @@ def _refuse_names(checkpoint: Checkpoint) -> None:
             " or remove its tensors"
         )
     for prefix in PREFIXES:
-        plain = {name: _unprefixed(name, prefix) for name in names if name.startswith(prefix)}
+        plain = {name: unprefixed(name, prefix) for name in names if name.startswith(prefix)}
         known = {name: own for name, own in plain.items() if classify(own).role is not Role.EXTRA}
         if twice := [name for name, own in known.items() if own in names]:
             raise TensorError(
@@ -128,7 +128,8 @@ def _refuse_names(checkpoint: Checkpoint) -> None:
             )
 
 
-def _unprefixed(name: str, prefix: str) -> str:
+def unprefixed(name: str, prefix: str) -> str:
+    """The model's own name for one that begins with one of `PREFIXES`."""
     rest = name.removeprefix(prefix)
     return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -34,7 +33,6 @@ from rich.progress import (
 from rich.text import Text
 
 from beamq.errors import DiskError, printable
-from beamq.io.shard_writer import disk_remedy
 from beamq.ranks import rank_here
 from beamq.report.tables import Table, least_width, stacked, terminal
 from beamq.units import plain, show_bytes, show_seconds
@@ -192,8 +190,7 @@ def _write(stream: IO[str], text: str) -> None:
         _discard(stream)
     except OSError as fault:
         _discard(stream)
-        remedy = disk_remedy(fault.errno, Path("."), resumable=False)
-        raise DiskError(f"{stream.name}: writing failed: {fault.strerror}; {remedy}") from fault
+        raise DiskError(f"{stream.name}: writing failed: {fault.strerror}; free space") from fault
 
 
 def _discard(stream: IO[str]) -> None:

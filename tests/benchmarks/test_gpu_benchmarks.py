@@ -38,6 +38,7 @@ TOYS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"GEMMS": dict.fromkeys(("bf16", "fp8", "nvfp4"), ("auto",))},
         ["--tokens", "16", "32"],
     ),
+    "stream_gpu": ({}, ["--experts", "8"]),
     "rounding_gpu": (
         {"BATCH_TOKENS": 64, "SWEPT_SHAPE": (2, 32, 64)},
         ["--experts", "2", "--rows-per-input", "1"],
@@ -67,6 +68,9 @@ def test_it_runs(
     if hasattr(module, "REAL"):
         layers = importlib.import_module("benchmarks.random_layer")
         monkeypatch.setattr(module, "REAL", layers.SMALL)
+    if name == "stream_gpu":  # tensors on this double are on the CPU, and would not be launched for
+        gpu = importlib.import_module("beamq.formats.kernels.gpu")
+        monkeypatch.setattr("beamq.convert.tensors._kernels", lambda device: gpu)
     if name != "calibrate_gpu":
         options = [*options, "--json", str(tmp_path / "out.json")]
     module.main(options)
@@ -137,7 +141,7 @@ def test_the_suite_gives_options_that_exist(
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
     monkeypatch.setattr(gpu_suite, "_run", run)
     assert gpu_suite.main([str(tmp_path / "out")]) == 1
-    assert len(accepted) == 4
+    assert len(accepted) == 5
     assert "== tests: exit 1" in capsys.readouterr().out
 
 

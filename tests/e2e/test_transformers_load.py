@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import beamq
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import CheckpointError
@@ -64,6 +65,22 @@ def test_a_decoded_nvfp4_checkpoint_loads_as_plain_bf16(beam_nano: Path, tmp_pat
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     gate_up, _ = stacked(tmp_path / "bf16", 4)
     assert model.state_dict()["model.layers.4.mlp.experts.gate_up_proj"].equal(gate_up)
+
+
+def test_a_model_in_memory_is_quantized_as_its_folder(beam_nano: Path) -> None:
+    """transformers' own config and names, and its packed experts."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(beam_nano, dtype=torch.bfloat16)
+    config = model.config.to_dict()
+    found = dict(beamq.quantize_tensors(model.state_dict(), "nvfp4-all", config))
+    with open_checkpoint(beam_nano) as source:
+        stored = {name: source.tensor(name) for name in source.tensors}
+    wanted = dict(beamq.quantize_tensors(stored, "nvfp4-all", beam_nano))
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        assert tensor.flatten().view(torch.uint8).equal(wanted[name].flatten().view(torch.uint8))
+    assert beamq.quantization_config("fp8", config) == beamq.quantization_config("fp8", beam_nano)
 
 
 def test_flipped_bits_are_not_decoded_into_a_clean_checkpoint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,10 @@ def test_editors_and_help_know_the_fields(
     ] == (list(flags))
 
 
-@pytest.mark.parametrize(
-    "name", ["make_plan", "verify", "push", "logits", *(call.__name__ for call, *_ in CALLS)]
-)
+OTHERS = ("make_plan", "verify", "push", "logits", "quantize_tensors")
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *(call.__name__ for call, *_ in CALLS)])
 def test_help_describes_every_keyword(name: str) -> None:
     call = getattr(beamq, name)
     keywords = [
@@ -144,13 +145,19 @@ PLACES: dict[str, tuple[str, ...]] = {
     "merge": ("source", "adapter", "output"),
     "merge_statistics": ("paths", "target"),
     "open_checkpoint": ("source",),
+    "output_metadata": ("config", "recipe"),
     "push": ("checkpoint", "repo"),
+    "quantization_config": ("recipe", "config"),
     "quantize": ("source", "output"),
+    "quantize_tensors": ("named", "recipe", "config"),
     "sensitivity": ("source", "checkpoint"),
     "verify": ("checkpoint",),
     "write_report": ("comparison", "folder"),
 }
-GIVEN = {"input_ids": [[1, 2]], "comparison": type("Comparison", (), {})(), "repo": "org/name"}
+GIVEN = {
+    "input_ids": [[1, 2]], "comparison": type("Comparison", (), {})(), "repo": "org/name",
+    "recipe": "nvfp4", "named": {},
+}  # fmt: skip
 PARAMETERS = [
     pytest.param(name, each, id=f"{name}-{each.name}")
     for name in PLACES
@@ -170,6 +177,8 @@ def _fits(value: object, each: inspect.Parameter) -> bool:
         (value is True and "bool" in hint)
         or (value == -1 and each.name == "seed")
         or (value is range and "Callable" in hint)
+        or (isinstance(value, Mapping) and "Mapping" in hint)
+        or (isinstance(value, Iterable) and hint.startswith("Iterable"))
         or (words and ("str" in hint and not re.search(r"\bint\b|Literal", hint)))
     )
 
@@ -195,7 +204,7 @@ def test_odd_arguments_are_refused_by_name_and_nothing_is_touched(
     given |= dict.fromkeys({"output", "stats", "target", "folder"} & set(given), finished)
     if "overwrite" in inspect.signature(getattr(beamq, name)).parameters:
         given["overwrite"] = True
-    words = each.name in ("device", "dtype", "gemm", "kv_cache", "experts")
+    words = each.name in ("device", "dtype", "gemm", "kv_cache", "experts", "profile", "partial")
     for odd in ODD:
         if not _fits(odd, each) or (words and odd == "abacus"):
             with pytest.raises(UsageError, match=each.name):

@@ -18,6 +18,7 @@ Limits: NVIDIA GPUs of compute capability 8.9 or later (the E4M3 cast), Triton i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,8 @@ def nvfp4_quantize(
 ) -> QuantizedTensor:
     """`nvfp4.quantize` of a matrix or a stack; `global_scale` FP32 [] or [G].
 
-    `counts` int32 [4] is added to: blocks saturated, raised from underflow, zero, not finite (see
-    `cpu.Nvfp4Counts`).
+    `counts` int32 [4] or [G, 4] is added to: blocks saturated, raised from underflow, zero, not
+    finite (see `cpu.Nvfp4Counts`).
     """
     stack = _stack(w)
     lead, n, k = w.shape[:-2], *w.shape[-2:]
@@ -75,7 +76,9 @@ def nvfp4_quantize(
             global_scale=global_scale,
         )
     if counts is None:
-        counts = torch.zeros(4, dtype=torch.int32, device=w.device)
+        counts = torch.zeros(stack.shape[0], 4, dtype=torch.int32, device=w.device)
+    if counts.numel() != 4 * stack.shape[0]:
+        raise ValueError(f"{counts.numel()} counts for {stack.shape[0]} tensors, expected 4 each")
     if stack.numel():
         arrays = (
             _words(stack),
@@ -86,6 +89,41 @@ def nvfp4_quantize(
         )
         _launch_quantize(scale_rule, arrays, n * k // NVFP4_BLOCK, stack.shape[0], w.dtype)
     return out
+
+
+def nvfp4_groups(
+    parts: Sequence[torch.Tensor], linears: int, scale_rule: str
+) -> tuple[list[QuantizedTensor], torch.Tensor, torch.Tensor]:
+    """Stacks [G, n, K]: matrix g of each is one of the parts that share global scale g.
+
+    Returns the parts, quantized; the global scales FP32 [G, linears], one in a row as often as
+    there are linears, so that each has memory of its own; and `counts` int32 [parts, G, 4] (see
+    `nvfp4_quantize`).
+    """
+    groups, device = parts[0].shape[0], parts[0].device
+    peaks = torch.zeros(groups, dtype=torch.int32, device=device)
+    for part in parts:
+        stack = _stack(part)
+        _launch_amax(_words(stack), peaks, stack[0].nbytes // 4, groups, part.dtype)
+    scales = torch.empty(groups, linears, dtype=torch.float32, device=device)
+    _scale_kernel[(groups,)](peaks.view(torch.float32), scales, LINEARS=linears)
+    counts = torch.zeros(len(parts), groups, 4, dtype=torch.int32, device=device)
+    quantized = [
+        nvfp4_quantize(part, scales[:, 0], scale_rule=scale_rule, counts=found)
+        for part, found in zip(parts, counts, strict=True)
+    ]
+    return quantized, scales, counts
+
+
+@triton.jit
+def _scale_kernel(peaks: tl.tensor, scales: tl.tensor, LINEARS: tl.constexpr) -> None:
+    """`scales` [groups, LINEARS] for the largest magnitudes `peaks` [groups]; a group a program."""
+    group = tl.program_id(0)
+    amax = tl.load(peaks + group)
+    one_if_zero = tl.where(amax == 0, 1.0, amax)
+    scale = tl.maximum(tl.div_rn(one_if_zero, 2688.0), FLOOR)
+    for linear in tl.static_range(LINEARS):
+        tl.store(scales + group * LINEARS + linear, scale)
 
 
 def _launch_amax(src: Any, peaks: Any, words: int, tensors: int, dtype: torch.dtype) -> None:
@@ -292,14 +330,6 @@ class Pointer:
         return self.address
 
 
-@triton.jit
-def _scale_kernel(info: tl.tensor, SCALE: tl.constexpr) -> None:
-    """Write the global scale for the amax in `info`. FP32 words, one program."""
-    amax = tl.load(info)
-    one_if_zero = tl.where(amax == 0, 1.0, amax)
-    tl.store(info + SCALE, tl.maximum(tl.div_rn(one_if_zero, 2688.0), FLOOR))
-
-
 def nvfp4_group(
     source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int, scale_rule: str
 ) -> None:
@@ -310,12 +340,13 @@ def nvfp4_group(
     of = TORCH_DTYPES[dtype]
     src = Pointer(source, torch.int32)
     _launch_amax(src, Pointer(info, torch.int32), n * k * of.itemsize // 4, 1, of)
-    _scale_kernel[(1,)](Pointer(info, torch.float32), SCALE=SCALE_WORD)
+    scale = Pointer(info + 4 * SCALE_WORD, torch.float32)
+    _scale_kernel[(1,)](Pointer(info, torch.float32), scale, LINEARS=1)
     arrays = (
         src,
         Pointer(codes, torch.int32),
         Pointer(scales, torch.int8),
-        Pointer(info + 4 * SCALE_WORD, torch.float32),
+        scale,
         Pointer(info + 4 * COUNTS_WORD, torch.int32),
     )
     _launch_quantize(scale_rule, arrays, n * k // NVFP4_BLOCK, 1, of)

@@ -299,12 +299,13 @@ def quantize_kernel(
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> None:
-    """One block a thread; grid (tiles, tensors of a stack), one global scale a tensor."""
+    """One block a thread; grid (tiles, tensors of a stack); a global scale and counts a tensor."""
     WORDS: tl.constexpr = 16 if DTYPE == F32 else 8
     tensor = tl.program_id(1).to(tl.int64)
     src += tensor * blocks * WORDS
     codes += tensor * blocks * 2
     scales += tensor * blocks
+    counts += tensor * 4
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = block < blocks
     words = load_words(src, block * WORDS, inside, WORDS, TILE, EVEN)
