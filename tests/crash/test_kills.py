@@ -160,11 +160,14 @@ def test_kills_while_an_old_checkpoint_is_replaced(
         command = quantize_args(small, output)
         ended = zygote.run(*command, "--overwrite", at=step, kinds=RARE, action="kill before")
         assert ended.killed
-        loadable = (output / "config.json").exists() and (output / "beamq.json").exists()
+        left = {n: d for n, d in digests(output).items() if not n.startswith(".beamq")}
+        loadable = {"config.json", "beamq.json"} <= left.keys()
         if loadable:
-            left = digests(output)
-            parts = {n: d for n, d in left.items() if not n.startswith(".beamq")}
-            assert parts == decoded[1]
+            assert left == decoded[1]
+        elif "config.json" in left:  # all that engines ask for: weights are whole, old or new
+            unmarked = [{n: d for n, d in each.items() if n != "beamq.json"}
+                        for each in (decoded[1], quantized[1])]  # fmt: skip
+            assert any(each.items() <= left.items() for each in unmarked), step
         resumed = zygote.run(*command, "--resume")
         if resumed.code:
             assert loadable  # still the old one: named as such, and replaced when asked again

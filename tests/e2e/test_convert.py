@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from beamq.convert import cpu_worker, run
+from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import (
     CheckpointError,
@@ -243,6 +245,38 @@ def test_a_nan_is_located_by_its_indices(nano_copy: Path, tmp_path: Path) -> Non
         convert(nano_copy, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        ("nvfp4", "model.layers.6.mlp.experts.15.down_proj"),
+        ("fp8", "model.layers.6.mlp.experts.15.down_proj"),
+        ("nvfp4", "lm_head"),
+    ],
+)
+def test_a_nan_is_located_in_a_later_piece(
+    nano_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, name: str
+) -> None:
+    """A large tensor passes in pieces of 1 MiB. Copied ones are looked at on the way only if they
+    are larger than those that are looked at before any work, as the head of a real model is."""
+    monkeypatch.setattr(cpu_worker, "piece_bytes", lambda workers: 512)
+    monkeypatch.setattr(run, "SMALL_BYTES", 0)
+    width = 64 if name.endswith("down_proj") else 128
+    poison(nano_copy, f"{name}.weight", 2 * (width * 100 + 5), b"\xc0\x7f")
+    with pytest.raises(TensorError, match=r"holds NaN or infinity \(at .* first at \[100, 5\]"):
+        convert(nano_copy, tmp_path / "out", recipe)
+
+
+@pytest.mark.parametrize(("recipe", "piece"), [("nvfp4-all", 700), ("fp8", 1500)])
+def test_pieces_of_any_size_are_decoded_with_their_own_scales(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str, piece: int
+) -> None:
+    quantized = convert(beam_nano, tmp_path / "quantized", recipe)
+    dequantize(quantized, tmp_path / "whole")
+    monkeypatch.setattr(cpu_worker, "piece_bytes", lambda workers: piece)
+    dequantize(quantized, tmp_path / "pieces")
+    assert tensors_of(tmp_path / "pieces") == tensors_of(tmp_path / "whole")
+
+
 def test_zero_experts_are_noted_and_finite(nano_copy: Path, tmp_path: Path) -> None:
     def change(tensors: st.Tensors) -> None:
         for proj in ("gate_proj", "up_proj"):
@@ -258,6 +292,7 @@ def test_zero_experts_are_noted_and_finite(nano_copy: Path, tmp_path: Path) -> N
     assert set(tensors[f"{module}.weight_scale"][2]) == {0x38}
     manifest = json.loads((output / "beamq.json").read_text())
     assert manifest["counts"]["zero_groups"] == ["model.layers.4.mlp.experts.2.gate_up"]
+    assert manifest["counts"]["zero_blocks"] == 2 * 64 * 128 // 16
     fp8 = convert(nano_copy, tmp_path / "fp8", "fp8")
     assert json.loads((fp8 / "beamq.json").read_text())["counts"]["zero_rows"] == 128
 
