@@ -40,12 +40,14 @@ from beamq.adapter.read import (
 )
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, classify, packed_shape
-from beamq.errors import AdapterError, TensorError, UsageError
+from beamq.errors import AdapterError, TensorError, UsageError, counted
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint, open_checkpoint, open_files
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import Header, Prefetch, SourceFiles
+from beamq.limits import usable_cores
+from beamq.units import show_seconds
 
 if TYPE_CHECKING:
     import torch
@@ -504,6 +506,27 @@ def merged_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
             f" {form['order']} in B (decided by: {form['decided_by']})"
         )
     return (*said, *merged["notes"])
+
+
+CORE_FLOPS = 25e9  # of `add_low_rank` at rank 16; see docs/results.md
+
+
+def merge_hint(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """How long merging takes on this machine's cores, for a plan."""
+    files = checkpoint.source
+    if not isinstance(files, MergedFiles):
+        return ()
+    flops = sum(
+        2 * each.update.rank * each.count * files.base.spec(name).shape[-1]
+        for name, rows in files._rows.items()
+        for each in rows
+        if isinstance(each.update, LowRank)
+    )
+    cores = usable_cores()
+    return (
+        f"merging the adapter adds {flops / 1e12:,.3g} TFLOP of FP32 arithmetic on the CPU, about"
+        f" {show_seconds(flops / CORE_FLOPS / cores)} on {counted(cores, 'core')}",
+    )
 
 
 def part_counts(names: Iterable[str]) -> dict[str, int]:

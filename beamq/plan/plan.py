@@ -25,7 +25,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
-from beamq.adapter.merged import merged_notes, open_merged
+from beamq.adapter.merged import merge_hint, merged_notes, open_merged
 from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
@@ -396,7 +396,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
             *sources.notes,
             *tensor_parallel_notes(config, recipe, units),
         ),
-        hints=tuple(_hints(checkpoint, files, max_shard_bytes)),
+        hints=(*merge_hint(checkpoint), *_hints(checkpoint, files, max_shard_bytes)),
         parameters=parameters,
         scales=recipe.scales,
         total_parameters=sum(parameters.values()),

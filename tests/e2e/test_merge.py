@@ -107,6 +107,11 @@ def test_plan_compare_and_sensitivity_take_it(
     assert plain.digest() != planned.digest()
     assert plain.shards == planned.shards
     assert planned.notes[0].startswith(f"the adapter {ADAPTED} is merged")
+    # 32 attention linears at rank 2; of 80 experts gate and up at rank 4 and down at rank 2
+    attention = 8 * 2 * 2 * 128 * (128 + 64 + 64 + 128)
+    experts = 80 * 2 * 64 * 128 * (4 + 4 + 2)
+    said = f"adds {(attention + experts) / 1e12:,.3g} TFLOP of FP32 arithmetic"
+    assert said in planned.hints[0]
     beamq.quantize(beam_nano, tmp_path / "fp8", recipe="fp8", adapter=adapter)
     size: dict[str, Any] = {"samples": 2, "sequence_length": 64}
     against = beamq.compare(beam_nano, tmp_path / "fp8", adapter=adapter, **size)
