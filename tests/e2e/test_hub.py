@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from beamq.adapter.inspect import inspect_adapter
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import (
+    AdapterError,
     BeamqError,
     CheckpointError,
     DiskError,
@@ -367,3 +369,26 @@ def test_calibrating_on_the_way_fetches_each_shard_once(
     assert digests(tmp_path / "there") == digests(tmp_path / "here")
     assert set(whole_shards(hub).values()) == {1}
     assert not list((tmp_path / "hf").rglob("model-*.safetensors"))
+
+
+# An adapter on the Hub
+
+SHARDED: dict[str, Any] = {"max_shard_bytes": 500_000, "workers": 2}
+
+
+def test_an_adapter_and_its_source_on_the_hub(
+    hub: HubServer, beam_nano: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """Both on the Hub give the bytes of both in folders."""
+    adapter = adapters / "usual-seven-0.21.2"
+    hub.add("someone/adapter", adapter)
+    quantize(NANO, tmp_path / "hub", recipe="fp8", adapter="someone/adapter", **SHARDED)
+    quantize(beam_nano, tmp_path / "local", recipe="fp8", adapter=adapter, **SHARDED)
+    for path in sorted((tmp_path / "local").glob("*.safetensors")):
+        assert (tmp_path / "hub" / path.name).read_bytes() == path.read_bytes()
+    record = json.loads((tmp_path / "hub" / "beamq.json").read_text())["adapter"]
+    assert record["name"] == "someone/adapter"
+    seen = inspect_adapter("someone/adapter", source=NANO)
+    assert seen.refused is None
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+        quantize(beam_nano, tmp_path / "x", recipe="fp8", adapter=NANO)
