@@ -310,7 +310,8 @@ class MergedFiles(SourceFiles):
         row, stored_row = merged.nbytes // total, stored.nbytes // total
         start = offset - merged.offset
         first, last = start // row, -(-(start + out.nbytes) // row)
-        base = memoryview(bytearray((last - first) * stored_row))
+        in_place = merged.dtype == stored.dtype and out.nbytes == (last - first) * row
+        base = out if in_place else memoryview(bytearray((last - first) * stored_row))
         read(stored.file, stored.offset + first * stored_row, base, name)
         whole = base
         if merged.dtype != stored.dtype:
@@ -323,7 +324,8 @@ class MergedFiles(SourceFiles):
                 source = base[(begin - first) * stored_row : (end - first) * stored_row]
                 own = range(begin - each.first, end - each.first)
                 self._merge(each, own, (source, stored.dtype), (whole[place], merged.dtype))
-        out[:] = whole[start - first * row :][: out.nbytes]
+        if not in_place:
+            out[:] = whole[start - first * row :][: out.nbytes]
 
     def _merge(
         self,
