@@ -65,6 +65,7 @@ class Bench:
         self.fp8_codes = np.zeros((N, K), np.uint8)
         self.row_scales = np.zeros((N, 1), np.float32)
         self.decoded = np.zeros((N, K), np.uint16)
+        self.a, self.b = torch.randn(32, K).numpy(), torch.randn(N, 32).mul_(1e-3).numpy()
         self.numba_codes = np.zeros_like(self.codes)
         self.numba_scales = np.zeros_like(self.block_scales)
         self.pool = ThreadPoolExecutor(threads)
@@ -102,7 +103,17 @@ class Bench:
                 src[r].data, "BF16", codes8[r].data, scales8[r].data, K
             ),
         }
+        for rank in (16, 32):
+            calls[f"add_low_rank {rank}"] = self.low_rank(rank)
         return {f"c {name}": self.pieces(call) for name, call in calls.items()}
+
+    def low_rank(self, rank: int) -> Callable[[slice], object]:
+        """In place, over and over, in a copy of the source."""
+        a, b = self.a[:rank].data, np.ascontiguousarray(self.b[:, :rank])
+        w = self.source.copy()
+        return lambda r: cpu.add_low_rank(
+            w[r].data, "BF16", K, a, b[r].data, 0.5, w[r].data, "BF16"
+        )
 
     def others(self) -> dict[str, Callable[[], object]]:
         scale = torch.tensor(self.scale)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from beamq.formats.kernels import gpu
+from beamq.formats.kernels import gpu, triton_lowrank
 from beamq.formats.nvfp4 import QuantizedTensor
 from benchmarks.gpu_timing import copy_tb_per_s, graph_s, machine
 
@@ -55,6 +55,8 @@ def measure(stack: int, n: int, k: int) -> dict[str, tuple[float, int]]:
         "fp8 rows": ([eight(w, q) for w, q in zip(sources, eights, strict=True)], eight_bytes),
         "amax": (each(gpu.amax, sources), values * 2),
         "nvfp4 decode": (each(gpu.nvfp4_dequantize, fours), four_bytes),
+        "low rank 16": (each(low_rank(stack, n, k, 16), sources), values * 4),
+        "low rank 32": (each(low_rank(stack, n, k, 32), sources), values * 4),
         "copy": (
             [partial(out.copy_, w) for w, out in zip(sources, copies, strict=True)],
             values * 4,
@@ -63,6 +65,13 @@ def measure(stack: int, n: int, k: int) -> dict[str, tuple[float, int]]:
     return {
         name: (1e3 * graph_s(calls) / len(calls), nbytes) for name, (calls, nbytes) in work.items()
     }
+
+
+def low_rank(stack: int, n: int, k: int, rank: int) -> Callable[[torch.Tensor], None]:
+    """Merges one adapter into the stack that it is given, in place."""
+    a = torch.randn(stack, rank, k, device="cuda").mul_(1e-3)
+    b = torch.randn(stack, n, rank, device="cuda")
+    return lambda w: triton_lowrank.add_low_rank(w, a, b, 0.5)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

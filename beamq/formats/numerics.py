@@ -23,6 +23,8 @@ E4M3_MIN = 2.0**-9
 """The smallest positive E4M3 value; a block scale is never less."""
 SCALE_FLOOR = 2.0**-126
 """The smallest normal FP32 value; scales are at least this, so reciprocals are finite."""
+FP32_END = 2.0**128 - 2.0**103
+"""From here on FP32 rounds to infinity."""
 NVFP4_BLOCK = 16
 NVFP4_RANGE = E2M1_MAX * E4M3_MAX
 """Largest magnitude at global scale 1: 6 * 448 = 2688."""

@@ -18,6 +18,7 @@ from beamq.formats import fp8, numerics, nvfp4
 from beamq.formats.numerics import (
     E2M1_MAGNITUDES,
     E4M3_MIN,
+    FP32_END,
     NVFP4_BLOCK,
     SCALE_FLOOR,
     e2m1_values,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _GLOBAL_SCALE_MAX = 2.0**117
-_FP32_END = 2.0**128 - 2.0**103  # from here on FP32 rounds to infinity
 
 
 def amax(src: Buffer, dtype: str) -> tuple[float, int, int]:
@@ -140,7 +140,7 @@ def add_low_rank(
     w_NK = _source(src, dtype, k)
     if out_dtype not in ("F32", dtype):
         raise ValueError(f"out_dtype '{out_dtype}' is neither F32 nor src's")
-    if not abs(scaling) < _FP32_END:
+    if not abs(scaling) < FP32_END:
         raise ValueError("scaling must be finite in FP32")
     a_RK = _source(a, "F32", k)
     n, r = w_NK.shape[0], a_RK.shape[0]
