@@ -8,6 +8,7 @@ Each command of the command line is one call here:
     quantization_config                 what an engine's config.json has to say of them
     calibrate, merge_statistics         record the inputs of a model's linears, for input scales
     verify, inspect_checkpoint          check that engines will load a folder; describe it
+    repair                              write a sound copy of a published folder that they refuse
     compare, write_report               measure what quantization cost and what it saved
     sensitivity                         measure the cost of each part, to choose high precision
     push                                publish a folder on the Hub
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from beamq.convert.dequantize import DequantizeResult, dequantize
     from beamq.convert.merge import MergeResult, merge
     from beamq.convert.quantize import QuantizeResult, quantize
+    from beamq.convert.repair import RepairResult, repair
     from beamq.convert.run import Progress
     from beamq.convert.tensors import TensorStream, quantize_tensors
     from beamq.errors import (
@@ -111,6 +113,7 @@ __all__ = [
     "QuantizeResult",
     "Recipe",
     "RecipeError",
+    "RepairResult",
     "ResumeError",
     "Sensitivity",
     "TensorError",
@@ -135,6 +138,7 @@ __all__ = [
     "quantization_config",
     "quantize",
     "quantize_tensors",
+    "repair",
     "sensitivity",
     "verify",
     "write_report",
@@ -149,6 +153,7 @@ _HOMES = {
     "beamq.convert.quantize": ("QuantizeResult", "quantize"),
     "beamq.convert.dequantize": ("DequantizeResult", "dequantize"),
     "beamq.convert.merge": ("MergeResult", "merge"),
+    "beamq.convert.repair": ("RepairResult", "repair"),
     "beamq.eval.verify.checks": ("VerifyReport",),
     "beamq.eval.compare.compare": ("compare",),
     "beamq.eval.compare.records": ("Comparison",),

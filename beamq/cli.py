@@ -31,6 +31,7 @@ MODULES = {
     "inspect": "verify",
     "dequantize": "convert",
     "merge": "convert",
+    "repair": "repair",
     "push": "push",
     "doctor": "doctor",
 }

@@ -58,7 +58,7 @@ def quantize(
             on_plan=announce,
             on_engine=screen.say,
             on_start=lambda setup: screen.say(*start_blocks(setup)),
-            on_progress=_meter(advance),
+            on_progress=progress_meter(advance),
         )
     if result.stats is not None:
         screen.say(*coverage_blocks(result.stats))
@@ -68,7 +68,8 @@ def quantize(
     )
 
 
-def _meter(advance: Advance | None) -> Callable[[Progress], None] | None:
+def progress_meter(advance: Advance | None) -> Callable[[Progress], None] | None:
+    """What a conversion calls with its progress."""
     if advance is None:
         return None
     return lambda progress: advance(progress.done_nbytes, progress.total_nbytes)
@@ -98,7 +99,7 @@ def merge(
             output,
             **vars(options),
             on_plan=lambda notes: screen.say(*(f"Note: {note}." for note in notes)),
-            on_progress=_meter(advance),
+            on_progress=progress_meter(advance),
         )
     rows = (
         ("output", str(result.output)),
@@ -138,7 +139,7 @@ def dequantize(
                 f"Note: {checkpoint} has no beamq.json with checksums, so its bytes were not"
                 " checked."
             ),
-            on_progress=_meter(advance),
+            on_progress=progress_meter(advance),
         )
     copied = counted(result.copied, "tensor")
     rows = (

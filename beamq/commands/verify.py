@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from beamq.adapter.options import AdapterOptions, PackedOptions
 from beamq.commands.options import Checkpoint, command
 from beamq.convert.options import WORKERS
-from beamq.errors import UsageError, counted
+from beamq.errors import BeamqError, UsageError, counted
 from beamq.options import option
 from beamq.units import show_bytes, show_count, show_seconds
 
@@ -55,11 +56,30 @@ def verify(
             progress=advance,
             **vars(adapter),
         )
+    hint = [] if report.ok or options.quick else _next_repair(report, options.source)
     screen.show(
         lambda: {"command": "verify", **report.to_dict()},
-        lambda: verify_blocks(report, verbose=verbose),
+        lambda: [*verify_blocks(report, verbose=verbose), *hint],
     )
     return 0 if report.ok else 1
+
+
+def _next_repair(report: VerifyReport, source: str | None) -> list[Block]:
+    """A line with the repair of a folder that verify has found wanting, if there is one."""
+    from beamq.convert.repair import repairs_of
+    from beamq.report.console import Command
+
+    values = any(check.name.startswith("values.") for check in report.failures)
+    try:
+        kinds = {str(found.kind) for found in repairs_of(report.checkpoint, values=values)}
+    except BeamqError:
+        return []
+    if not kinds or kinds & {"C", "-"}:
+        return []
+    words = ["beamq", "repair", report.checkpoint, f"{report.checkpoint.rstrip('/')}-repaired"]
+    words += ["--source", source or "SOURCE"] if "S" in kinds else []
+    words += ["--accept-bounded"] if "B" in kinds else []
+    return [Command(f"next: {shlex.join(words)}")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +212,7 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
             for engine, answer in report.loads.items()
         )
         blocks.append(f"Loads, by each engine's rules: {answers}.")
-    blocks.append(_verdict(report))
+    blocks.append(verdict(report))
     return blocks
 
 
@@ -212,7 +232,8 @@ def _plain(report: VerifyReport) -> str:
     return f"Not quantized: a plain {report.format.upper()} Beam. What was checked: {rest}."
 
 
-def _verdict(report: VerifyReport) -> str:
+def verdict(report: VerifyReport) -> str:
+    """The last line: what was checked, and what failed."""
     by_status = [check.status for check in report.checks]
     passed, skipped = by_status.count("pass"), by_status.count("skip")
     warnings = by_status.count("warn")

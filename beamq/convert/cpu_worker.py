@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -101,8 +101,16 @@ class CpuWorkerFactory:
 
     device_nbytes = 0
 
-    def __init__(self, checkpoint: Checkpoint, memory: int, workers: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        memory: int,
+        workers: int,
+        edits: Mapping[str, Callable[[bytes], bytes]] | None = None,
+    ) -> None:
+        """`edits` change pieces of copied tensors; they are by the name of the output tensor."""
         self._checkpoint = checkpoint
+        self._edits = edits or {}
         self._piece = piece_bytes(workers)
         self._pool = BufferPool(memory, allocate=_anonymous, size=len, discard=mmap.mmap.close)
 
@@ -110,16 +118,22 @@ class CpuWorkerFactory:
         return asked
 
     def worker(self, context: JobContext) -> CpuWorker:
-        return CpuWorker(self._checkpoint, self._pool, context, self._piece)
+        return CpuWorker(self._checkpoint, self._pool, context, self._piece, self._edits)
 
 
 class CpuWorker:
     """Converts jobs for one thread; the pool is shared by threads."""
 
     def __init__(
-        self, checkpoint: Checkpoint, pool: BufferPool[mmap.mmap], context: JobContext, piece: int
+        self,
+        checkpoint: Checkpoint,
+        pool: BufferPool[mmap.mmap],
+        context: JobContext,
+        piece: int,
+        edits: Mapping[str, Callable[[bytes], bytes]],
     ) -> None:
         """`piece` is how many bytes are worked on at a time."""
+        self._edits = edits
         self._checkpoint = checkpoint
         self._pool = pool
         self._context = context
@@ -170,7 +184,7 @@ class CpuWorker:
 
     def _copy(self, member: Member, out: JobWriter) -> None:
         spec, (output,) = member.source.spec, member.outputs
-        sink = out.sink(output)
+        sink, edit = out.sink(output), self._edits.get(output.name)
         item, out_item = ITEMSIZE[spec.dtype], ITEMSIZE[output.dtype]
         checked = member.role.role is not Role.EXTRA and spec.dtype in FLOAT_SOURCES
         for start, nbytes in self._pieces(member, item):
@@ -185,7 +199,7 @@ class CpuWorker:
                         " (3.4e38); they would become infinite. Repair the source"
                     )
                 view = converted
-            sink.append(view)
+            sink.append(view if edit is None else memoryview(edit(bytes(view))))
         sink.finish()
 
     def _fp8(self, member: Member, out: JobWriter) -> None:

@@ -44,11 +44,12 @@ from beamq.plan.sources import SourceRange
 from beamq.ranks import current_ranks
 
 
-def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
+def check_recorded_bytes(checkpoint: Checkpoint, workers: int, *, whole: bool = True) -> int:
     """Compare every tensor with its checksum in the folder's `beamq.json`; how many there are.
 
-    Decoding a flipped bit would give it a fresh, correct checksum, and nobody could find it any
-    more. Raises `CheckpointError`, which names the tensors that differ or are missing.
+    Unless `whole`, tensors may be missing. Decoding a flipped bit would give it a fresh, correct
+    checksum, and nobody could find it any more. Raises `CheckpointError`, which names the tensors
+    that differ or are missing.
     """
     manifest = Manifest.of(checkpoint.source)
     if manifest is None:
@@ -59,7 +60,8 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int) -> int:
     with ThreadPoolExecutor(max_workers=workers) as pool:
         for sums in pool.map(SumReader(checkpoint, manifest.algorithm).sums, stored):
             found.update(sums)
-    bad = [name for name, digest in recorded.items() if found.get(name) != digest]
+    wanted = recorded if whole else {spec.name: recorded[spec.name] for (spec,) in stored}
+    bad = [name for name, digest in wanted.items() if found.get(name) != digest]
     if bad:
         raise CheckpointError(
             f"{checkpoint.label}: {counted(len(bad), 'tensor does', 'tensors do')} not match the"

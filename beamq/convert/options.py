@@ -1,4 +1,4 @@
-"""The options of `quantize`, `dequantize` and `plan`.
+"""The options of `quantize`, `dequantize`, `repair` and `plan`.
 
 Imports no torch and no NumPy: the command line reads its flags from here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 from beamq.adapter.options import LAYOUT, ORDER
 from beamq.calib import options as calib
@@ -82,6 +82,21 @@ class MergeOptions:
     expert_lora_order: Literal["fastest", "slowest"] | None = option(None, ORDER)
     max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     cache_bytes: int = option(CACHE_BYTES, CACHE_BUDGET)
+    workers: int | None = option(None, WORKERS)
+    resume: bool = option(False, calib.RESUME)
+    overwrite: bool = option(False, calib.OVERWRITE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepairOptions:
+    """What a repair may use, and how it is written. Sizes are in bytes."""
+
+    cache_bytes: ClassVar[int] = 0  # it reads folders only
+    source: str | None = option(
+        None, Flag("Folder of the BF16 source, for what is lost.", metavar="FOLDER", also="Path")
+    )
+    accept_bounded: bool = option(False, "Make repairs that change weights, within their bounds.")
+    max_shard_bytes: int = option(SHARD_BYTES, SHARD_SIZE)
     workers: int | None = option(None, WORKERS)
     resume: bool = option(False, calib.RESUME)
     overwrite: bool = option(False, calib.OVERWRITE)

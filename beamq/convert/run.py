@@ -3,7 +3,7 @@
     preflight -> prepare the folder -> convert the jobs -> [ranks meet] -> finalise
 
 In: a `Conversion`, that is, a plan's work, the factory of the workers that do it, and what comes
-last (`finalise`); both directions, quantize and dequantize, are one. Out: the output folder.
+last (`finalise`); quantize, dequantize and repair are one. Out: the output folder.
 
 The one idea: only the jobs are scheduled. Worker threads take jobs in plan order, a few shards at a
 time (`Scheduler`), so that reading is sequential and few shards are open at once. Meanwhile the
@@ -29,11 +29,11 @@ from beamq.convert import output as output_folder
 from beamq.convert.cpu_worker import JobContext, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.convert.open_shards import OpenShards, join
-from beamq.convert.options import ConvertOptions, DequantizeOptions, MergeOptions
+from beamq.convert.options import ConvertOptions, DequantizeOptions, MergeOptions, RepairOptions
 from beamq.convert.resources import check_cache, check_room
 from beamq.errors import Interrupted, ResumeError, TensorError, counted
 from beamq.formats.kernels import cpu
-from beamq.io.checkpoint import Checkpoint
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_writer import publish
@@ -101,7 +101,7 @@ class Conversion:
     factory: WorkerFactory
     scales: InputScaleProvider
     ranks: Ranks
-    options: ConvertOptions | DequantizeOptions | MergeOptions
+    options: ConvertOptions | DequantizeOptions | MergeOptions | RepairOptions
     workers: int
     memory: int
     on_progress: Callable[[Progress], None] | None
@@ -392,7 +392,8 @@ def check_small_tensors(checkpoint: Checkpoint, work: Work) -> None:
     for job in work.jobs:
         role, spec = job.members[0].role.role, job.members[0].source.spec
         limit = ROUTER_BYTES if role is Role.ROUTER else SMALL_BYTES
-        if job.kind is JobKind.COPY and role is not Role.EXTRA and spec.nbytes <= limit:
+        floats = role is not Role.EXTRA and spec.dtype in FLOAT_SOURCES  # a repair copies codes too
+        if job.kind is JobKind.COPY and floats and spec.nbytes <= limit:
             small.append((spec, 0, spec.nbytes))
     for (spec, _, _), data in zip(small, checkpoint.peek_many(small), strict=True):
         found = cpu.amax(memoryview(data), spec.dtype)

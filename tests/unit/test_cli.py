@@ -25,6 +25,7 @@ from beamq.errors import DiskError, Interrupted, UsageError
 from beamq.plan.plan import make_plan
 from beamq.plan.recipe import BUILT_IN, load_recipe
 from beamq.report.console import Screen
+from tests.helpers import safetensors_edit
 
 PLAN = {
     "--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory",
@@ -71,6 +72,10 @@ SURFACE = {
     "inspect": ("checkpoint", TALK - {"--verbose -v"} | PACKED | {"--source"}),
     "dequantize": ("checkpoint output", RUN | TALK - {"--verbose -v"}),
     "merge": ("source adapter output", RUN | PACKED | TALK - {"--verbose -v"}),
+    "repair": (
+        "checkpoint output",
+        (RUN - {"--cache-budget"}) | TALK | {"--source", "--accept-bounded"},
+    ),
     "push": (
         "checkpoint repo",
         TALK - {"--verbose -v"} | {"--private", "--revision", "--dry-run"},
@@ -597,6 +602,46 @@ def test_dequantize_tells(run: Run, quantized: Path, tmp_path: Path) -> None:
     refused = run("dequantize", quantized, tmp_path / "bf16", "--json")
     assert refused.code == 3
     assert refused.json()["kind"] == "ResumeError"
+
+
+def test_verify_names_the_repair_and_repair_makes_it(
+    run: Run, quantized: Path, tmp_path: Path
+) -> None:
+    for name in ("beamq.json", "README.md", "model.safetensors.index.json"):
+        (quantized / name).unlink()
+    shard = next(quantized.glob("*.safetensors"))
+    shard.rename(quantized / "model.safetensors")
+    linear = "model.layers.4.mlp.experts.7.up_proj"
+    half = {"weight_scale_2": ("F32", [], b"\0\0\0:"), "weight": ("U8", [64, 64], b"1" * 4096)}
+    safetensors_edit.edit(
+        quantized / "model.safetensors",
+        lambda t: t.update({f"{linear}.{suffix}": value for suffix, value in half.items()}),
+    )
+    hint = run("verify", quantized).out.splitlines()[-1]
+    mended = f"{quantized}-repaired"
+    assert hint == f"next: beamq repair '{quantized}' '{mended}' --accept-bounded"
+    refused = run("repair", quantized, mended)
+    assert (refused.code, refused.out) == (3, "")
+    assert "give --accept-bounded" in refused.err
+    assert "global-scale-differs" in refused.err.splitlines()[2]
+    told = run("repair", quantized, mended, "--accept-bounded", "-v")
+    assert told.code == 0
+    assert "\nok: " in told.out
+    assert "model.layers.4.mlp.experts.7.gate_up" in told.err
+    nothing = run("repair", mended, tmp_path / "third")
+    assert (nothing.code, nothing.out.split(":")[0]) == (0, "nothing to do")
+    assert not (tmp_path / "third").exists()
+    (quantized / "config.json").write_text("{}")
+    assert run("verify", quantized).out.splitlines()[-1].startswith("FAILED")
+
+
+def test_repair_speaks_json(run: Run, quantized: Path, tmp_path: Path) -> None:
+    (quantized / "hf_quant_config.json").unlink()
+    told = run("repair", quantized, tmp_path / "mended", "--json", "-q").json()
+    assert told["verify"]["ok"] is True
+    assert [change["repair"] for change in told["changes"]] == ["configs"]
+    again = run("repair", tmp_path / "mended", tmp_path / "third", "--json", "-q").json()
+    assert (again["output"], again["changes"], again["verify"]) == (None, [], None)
 
 
 def test_dequantize_notes_bytes_that_nothing_tells_the_soundness_of(

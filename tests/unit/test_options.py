@@ -24,8 +24,10 @@ from beamq.convert.options import (
     DequantizeOptions,
     MergeOptions,
     PlanOptions,
+    RepairOptions,
 )
 from beamq.convert.quantize import ConvertEvents, QuantizeKeywords
+from beamq.convert.repair import RepairEvents, RepairKeywords
 from beamq.convert.resources import DEFAULT_MEMORY_BYTES
 from beamq.errors import UsageError
 from beamq.eval.compare.compare import CompareEvents, CompareKeywords, given_text
@@ -41,6 +43,7 @@ CALLS: list[tuple[Callable[..., Any], Any, tuple[Any, ...]]] = [
     (beamq.dequantize, DequantizeKeywords, (DequantizeOptions, DequantizeEvents)),
     (beamq.calibrate, CalibrationKeywords, (CalibrationOptions, CalibrationEvents, AdapterOptions)),
     (beamq.merge, MergeKeywords, (MergeOptions, MergeEvents)),
+    (beamq.repair, RepairKeywords, (RepairOptions, RepairEvents)),
     (beamq.compare, CompareKeywords, (CompareOptions, CompareEvents, AdapterOptions)),
     (
         beamq.sensitivity,
@@ -99,6 +102,7 @@ def test_keywords_are_frozen() -> None:
         "quantize",
         "dequantize",
         "merge",
+        "repair",
         "calibrate",
         "compare",
         "sensitivity",
@@ -150,6 +154,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "quantization_config": ("recipe", "config"),
     "quantize": ("source", "output"),
     "quantize_tensors": ("named", "recipe", "config"),
+    "repair": ("checkpoint", "output"),
     "sensitivity": ("source", "checkpoint"),
     "verify": ("checkpoint",),
     "write_report": ("comparison", "folder"),
