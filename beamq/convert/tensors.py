@@ -374,7 +374,7 @@ class TensorStream(Iterator[Named]):
             torch.full((len(list(run)), width), scale, dtype=dtype, device=device)
             for scale, run in groupby(found)
         ]
-        return torch.cat(runs)
+        return torch.cat(runs) if runs[1:] else runs[0]
 
     def _finish(self) -> None:
         """Raise `TensorError` for what the kernels counted, and for partners that never came."""

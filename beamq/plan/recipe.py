@@ -34,6 +34,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,7 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     """
     name = str(name_or_path).lower().replace("_", "-")
     if name in BUILT_IN:
-        text = resources.files("beamq").joinpath(f"recipes/{name}.yaml").read_text()
-        return _from_yaml(text, name)
+        return _built_in(name)
     path = user_path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
         raise RecipeError(
@@ -157,6 +157,13 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     except UnicodeDecodeError as fault:
         raise RecipeError(f"{path}: recipe cannot be read: {fault}") from None
     return _from_yaml(text, str(path))
+
+
+@cache
+def _built_in(name: str) -> Recipe:
+    """Kept, because reading YAML takes milliseconds, and a trainer calls for every bucket."""
+    text = resources.files("beamq").joinpath(f"recipes/{name}.yaml").read_text()
+    return _from_yaml(text, name)
 
 
 def _from_yaml(text: str, origin: str) -> Recipe:
