@@ -29,7 +29,7 @@ from beamq.calib.statistics import (
 )
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.files import user_path
-from beamq.io.journal import OutputLock, refuse_busy
+from beamq.io.lock import OutputLock, refuse_busy
 from beamq.io.shard_writer import disk_errors, make_folder
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.sources import map_sources

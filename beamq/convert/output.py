@@ -21,7 +21,8 @@ from beamq.io.checkpoint import ADAPTER_STAMP, Checkpoint, open_checkpoint
 from beamq.io.companions import WEIGHT_SUFFIXES
 from beamq.io.files import user_path
 from beamq.io.hub import hub_source
-from beamq.io.journal import CALIBRATION, LOCK_NAME, STATE_DIR, OutputLock, refuse_busy
+from beamq.io.journal import CALIBRATION, STATE_DIR
+from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.safetensors_header import few
 from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder
@@ -62,7 +63,8 @@ def check(output: Path, *, resume: bool, overwrite: bool) -> None:
 
 def _check_content(output: Path, *, resume: bool, overwrite: bool) -> None:
     with disk_errors(output, "looking into the folder", resumable=False):
-        content = {path.name for path in output.iterdir()} - {LOCK_NAME}
+        names = (path.name for path in output.iterdir())
+        content = {name for name in names if not name.startswith(LOCK_NAME)}
     if not content:
         return
     if not (resume or overwrite):

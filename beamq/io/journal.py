@@ -1,6 +1,6 @@
-"""What a run keeps in its output folder: a journal to resume from, and a lock against a second run.
+"""What a run keeps in its output folder: a journal to resume from.
 
-In: an output folder. Out: what is durable in it, who writes to it, and whether a run ended.
+In: an output folder. Out: what is durable in it, and whether a run ended.
 
 `.beamq/journal-<rank>.jsonl` is append-only. Its first line is the run's identity; each further
 line records a shard whose bytes are on disk, written after the shard's fsync and before its rename.
@@ -8,30 +8,25 @@ So a recorded shard is whole under its temporary or its final name, and resuming
 the rename. A last line that a crash cut off is ignored: its shard is made again.
 
 A resumed run must have the same `Identity`; the message names every difference.
-
-`.beamq.lock` is locked with flock, which ends with the process, so a kill leaves nothing to clean
-up. Its first line names the process, for the message that a second run gets.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shlex
 import shutil
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from beamq.errors import BeamqError, CheckpointError, OutputBusyError, ResumeError
+from beamq.errors import BeamqError, CheckpointError, ResumeError
 from beamq.io.checkpoint import ADAPTER_STAMP, HUB_STAMP
 from beamq.io.files import parse_json, read_small
+from beamq.io.lock import holder
 from beamq.io.manifest import MANIFEST_NAME, is_digest
 from beamq.io.shard_writer import PARTIAL, disk_errors, make_folder, sync_folder, write_file
 
@@ -40,9 +35,6 @@ CALIBRATION = "calibration"
 """Folder in the state folder for the state of a calibration that is part of the run."""
 MAX_JOURNAL_BYTES = 1 << 30
 FIRST_JOURNAL = "journal-0.jsonl"
-LOCK_NAME = ".beamq.lock"
-MAX_LOCK_BYTES = 1 << 12
-LOCK_TRIES, LOCK_PAUSE = 3, 0.02  # seconds between them
 _SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 
 
@@ -264,102 +256,3 @@ def _command(root: Path) -> str:
         named = shlex.quote(source.removeprefix(HUB_STAMP))
     merged = " --adapter ADAPTER" if adapter else ""
     return f"beamq {verb} {named} {shlex.quote(str(root))}{merged} --resume"
-
-
-class OutputLock:
-    """An exclusive lock on an output folder. The kernel releases it if the process dies."""
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK_NAME
-        with disk_errors(self._path, "taking the lock"):
-            self._descriptor = self._take()
-        if self._descriptor < 0:
-            raise _busy(folder, _signed(self._path))
-        # The signature is for messages only: a lock without one holds just as well.
-        with suppress(OSError):
-            moment = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            said = {"pid": os.getpid(), "host": os.uname().nodename, "since": moment}
-            os.write(self._descriptor, json.dumps(said).encode() + b"\n")
-
-    def _take(self) -> int:
-        """A locked descriptor, or -1 if another process has the lock."""
-        for _ in range(LOCK_TRIES):
-            descriptor = self._try()
-            if descriptor is not None:
-                return descriptor
-            time.sleep(LOCK_PAUSE)  # `holder` takes the lock for a moment to look at it
-        return -1
-
-    def _try(self) -> int | None:
-        """A locked descriptor, or None if another process has the lock."""
-        while True:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(self._path, flags, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_still(descriptor):
-                    return descriptor
-            except BlockingIOError:
-                os.close(descriptor)
-                return None
-            except OSError:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-
-    def _is_still(self, descriptor: int) -> bool:
-        """Whether the locked file still has its name; its last holder may have removed it."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
-
-    def release(self) -> None:
-        """Remove and unlock."""
-        if self._descriptor >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
-def refuse_busy(folder: Path) -> None:
-    """Raise `OutputBusyError` if another process holds the folder's lock. Creates nothing."""
-    who = holder(folder)
-    if who is not None:
-        raise _busy(folder, who)
-
-
-def holder(folder: Path) -> str | None:
-    """Who holds the folder's lock, as ` (process 7 on box, since 12:00)`; None if nobody does.
-
-    Empty if the lock is not signed. Creates nothing.
-    """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        descriptor = os.open(folder / LOCK_NAME, flags)
-    except OSError:  # no lock, or no access to it: `OutputLock` reports that
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _signed(folder / LOCK_NAME)
-    except OSError:  # a file system without locks: `OutputLock` reports that
-        return None
-    finally:
-        os.close(descriptor)
-    return None
-
-
-def _busy(folder: Path, who: str) -> OutputBusyError:
-    return OutputBusyError(
-        f"{folder}: another process is writing here{who}; wait for it or choose another output"
-    )
-
-
-def _signed(path: Path) -> str:
-    try:
-        first = read_small(path, OutputBusyError, MAX_LOCK_BYTES).partition(b"\n")[0]
-        said = parse_json(first)
-        return f" (process {said['pid']} on {said['host']}, since {said['since']})"
-    except (BeamqError, ValueError, TypeError, KeyError):  # gone by now, or of an older version
-        return ""

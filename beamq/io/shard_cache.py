@@ -11,8 +11,6 @@ The bytes of a fetch that was cut off are lost: huggingface_hub gives no way to 
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import threading
 from collections import Counter
@@ -22,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from beamq.errors import DiskError, Interrupted
+from beamq.io.lock import LOCK_NAME, Lock
 from beamq.io.shard_writer import disk_errors
 from beamq.io.source import Prefetch
 from beamq.units import show_bytes
@@ -29,7 +28,6 @@ from beamq.units import show_bytes
 DEFAULT_CACHE_BYTES = 100_000_000_000
 FETCHERS = 3
 MAX_FOLDERS = 64
-LOCK_NAME = ".lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +218,7 @@ class _ShardFolder:
             shutil.rmtree(path, ignore_errors=True)  # the library's notes and cut-off downloads
         elif path.is_file() and self._remote.sizes.get(path.name) == path.stat().st_size:
             return True
-        elif path.name != LOCK_NAME:
+        elif not path.name.startswith(LOCK_NAME):
             path.unlink()
         return False
 
@@ -325,7 +323,8 @@ class LruCache(_ShardFolder):
 
     def __init__(self, place: Path, key: str, remote: Remote, *, budget: int) -> None:
         """`place` has one folder for each process; `key` names the source and its commit."""
-        folder, self._lock = claim_folder(place, key)
+        folder, lock = claim_folder(place, key)
+        self._lock: Lock | None = lock
         super().__init__(folder, remote)
         self._budget = budget
         self._users = dict.fromkeys(self._adopted, 0)  # the least recently used file first
@@ -396,14 +395,14 @@ class LruCache(_ShardFolder):
     def close(self) -> None:
         """Delete everything."""
         self.stop()
-        if self._lock >= 0:
+        if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.release()
+            self._lock = None
 
 
-def claim_folder(place: Path, key: str) -> tuple[Path, int]:
-    """A folder `place/key.N` that no living process has, locked; (folder, lock's descriptor).
+def claim_folder(place: Path, key: str) -> tuple[Path, Lock]:
+    """A folder `place/key.N` that no living process has, and its lock.
 
     Of processes that were killed, folders of this key are taken over, those of others deleted.
     """
@@ -411,28 +410,22 @@ def claim_folder(place: Path, key: str) -> tuple[Path, int]:
         place.mkdir(parents=True, exist_ok=True)
         for path in sorted(place.iterdir()):
             if path.is_dir() and path.name.rpartition(".")[0] != key:
-                descriptor = _lock(path)
-                if descriptor is not None:
+                lock = _lock(path)
+                if lock is not None:
                     shutil.rmtree(path, ignore_errors=True)
-                    os.close(descriptor)
+                    lock.release()
         for number in range(MAX_FOLDERS):
             path = place / f"{key}.{number}"
             path.mkdir(exist_ok=True)
-            descriptor = _lock(path)
-            if descriptor is not None:
-                return path, descriptor
+            lock = _lock(path)
+            if lock is not None:
+                return path, lock
     raise DiskError(f"{place}: {MAX_FOLDERS} processes read {key} already; wait for one to end")
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path) -> Lock | None:
     """Lock a folder for this process, if no other has it."""
     try:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:  # its owner has just deleted it
+        return Lock(folder / LOCK_NAME)
+    except (BlockingIOError, FileNotFoundError):  # or its owner has just deleted it
         return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor

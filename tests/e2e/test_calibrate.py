@@ -38,7 +38,7 @@ from beamq.errors import (
     UsageError,
 )
 from beamq.io.checkpoint import open_checkpoint
-from beamq.io.journal import OutputLock
+from beamq.io.lock import OutputLock
 from beamq.model.layer_stream import activation_bytes, layer_bytes
 from beamq.model.logits import logits
 from beamq.ranks import Ranks

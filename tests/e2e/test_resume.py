@@ -18,7 +18,7 @@ import pytest
 from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError, ResumeError
-from beamq.io.journal import OutputLock
+from beamq.io.lock import OutputLock
 from beamq.io.shard_writer import ShardWriter
 from tests.helpers import safetensors_edit as st
 from tests.helpers.free_ports import free_port

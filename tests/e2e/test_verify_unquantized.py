@@ -18,7 +18,8 @@ from beamq.eval.compare.compare import compare
 from beamq.eval.verify.checks import NEEDS_QUANTIZED, VerifyReport
 from beamq.eval.verify.inspect import inspect_checkpoint
 from beamq.eval.verify.verify import verify
-from beamq.io.journal import STATE_DIR, OutputLock
+from beamq.io.journal import STATE_DIR
+from beamq.io.lock import OutputLock
 from beamq.publish import push
 from tests.helpers import safetensors_edit
 from tests.helpers.checkpoint_damage import edit_json, flip, pack_layer_3, resign, rewrite, shards

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -18,6 +20,7 @@ from beamq.convert.quantize import quantize
 from beamq.convert.run import Progress
 from beamq.errors import BeamqError, Interrupted, UsageError
 from beamq.io.files import user_path
+from beamq.io.lock import LOCK_NAME, OutputLock
 from beamq.io.manifest import MANIFEST_NAME
 from tests.helpers.craft import Run
 from tests.helpers.harness import ROOT, digests
@@ -224,3 +227,32 @@ def test_one_ctrl_c_ends_a_loop_over_models_marimo224(beam_nano: Path, tmp_path:
     assert isinstance(ended.value, Interrupted)
     assert not isinstance(ended.value, BeamqError)
     assert "--resume" in str(ended.value)
+
+
+# Locks -----------------------------------------------------------------------------------------
+
+
+def test_a_file_system_without_flock_hub2399(
+    run: Run, beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run, a second one meanwhile, and a calibration."""
+
+    def refused(*_: object) -> NoReturn:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    out = tmp_path / "out"
+    words = ("quantize", beam_nano, out, "--no-calibration", "-q")
+    code, _, err = run(*words)
+    assert code == 0, err
+    assert not [path.name for path in out.iterdir() if path.name.startswith(LOCK_NAME)]
+    lock = OutputLock(out)
+    code, _, err = run(*words, "--overwrite")
+    assert code == 4
+    assert f"another process is writing here (process {os.getpid()} on" in err
+    lock.release()
+    code, _, err = run(*words, "--overwrite")
+    assert code == 0, err
+    code, _, err = run("calibrate", beam_nano, tmp_path / "stats", "--samples", "1",
+                       "--sequence-length", "16", "--device", "cpu", "-q")  # fmt: skip
+    assert code == 0, err

@@ -22,7 +22,7 @@ from beamq.convert.quantize import quantize
 from beamq.convert.resources import predicted_host_nbytes
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError
-from beamq.io.journal import LOCK_NAME, OutputLock, refuse_busy
+from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.plan.plan import make_plan
 from tests.helpers.craft import Run, convert, light_verify, recipe, synthetic
 from tests.helpers.harness import Zygote, digests

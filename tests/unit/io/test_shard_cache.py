@@ -157,11 +157,11 @@ def test_folders_of_the_dead_are_taken_over_or_deleted(tmp_path: Path) -> None:
     assert (first.folder.name, second.folder.name) == ("k.0", "k.1")
     with first.hold("a"):
         pass
-    os.close(first._lock)  # as if its process had been killed
+    os.close(first._lock._descriptor)  # as if its process had been killed
     other, lock = claim_folder(tmp_path, "j")
     assert not first.folder.exists()
     assert second.folder.exists()
-    os.close(lock)
+    os.close(lock._descriptor)
     (other / "a").write_bytes(b"a" * 1000)
     source = Source()
     again = demand(source, tmp_path, key="j")
