@@ -30,7 +30,8 @@ from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
 from beamq.io.companions import WEIGHT_SUFFIXES, WRITTEN_ANEW, hidden, reason_left
 from beamq.io.files import user_path
-from beamq.io.hub import has_token, hub_call, no_token, parse_hub_id
+from beamq.io.hub import parse_hub_id
+from beamq.io.hub_call import has_token, hub_call, no_token
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.source import INDEX_NAME
 from beamq.options import ignore, takes

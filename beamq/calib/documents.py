@@ -50,7 +50,7 @@ from typing import IO, Any, Literal
 
 from beamq.errors import BeamqError, CalibrationError, MissingDependencyError
 from beamq.io.files import user_path
-from beamq.io.hub import hub_call
+from beamq.io.hub_call import hub_call
 
 # `datasets` and `pyarrow` are imported where they are used: 0.2 to 1 s, and most runs need neither.
 

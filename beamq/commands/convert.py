@@ -134,7 +134,9 @@ def dequantize(
             checkpoint,
             output,
             **vars(options),
-            on_plan=lambda work: screen.say(f"Decoding {checkpoint} to {output}."),
+            on_plan=lambda work: screen.say(
+                *(f"Note: {hint}." for hint in work.hints), f"Decoding {checkpoint} to {output}."
+            ),
             on_unchecked=lambda: screen.say(
                 f"Note: {checkpoint} has no beamq.json with checksums, so its bytes were not"
                 " checked."

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from beamq.errors import (
@@ -41,7 +42,7 @@ Body = Callable[["Screen"], int | None]
 def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool = False) -> int:
     """Run a command's body, which may return an exit code of its own (0 or 1)."""
     try:
-        _check_folder()
+        _check_surroundings()
         from beamq.report.console import Screen  # rich
 
         return body(Screen(as_json=as_json, quiet=quiet)) or 0
@@ -51,15 +52,19 @@ def run(body: Body, *, as_json: bool = False, quiet: bool = False, debug: bool =
         return report_error(_named(raised), as_json=as_json, debug=debug)
 
 
-def _check_folder() -> None:
+def _check_surroundings() -> None:
     """Refuse to run in a folder that is gone: relative paths fail there, and so does torch (MKL
-    ends the process with exit code 2)."""
+    ends the process with exit code 2). Refuse settings with which libraries cannot be imported."""
     try:
         os.getcwd()
     except FileNotFoundError:
         raise DiskError(
             "the current folder was removed; change to another one and run this again"
         ) from None
+    if any(name.startswith("HF_") for name in os.environ):
+        from beamq.io.hub_call import check_settings
+
+        check_settings()
 
 
 def _named(raised: BaseException) -> BaseException:
@@ -75,8 +80,13 @@ def _named(raised: BaseException) -> BaseException:
             "out of memory; use fewer --workers or a smaller --max-host-memory"
         )
     if isinstance(raised, OSError):
-        where = f"{raised.filename}: " if raised.filename is not None else ""
-        return DiskError(f"{where}{raised.strerror or raised}; check the path and the disk")
+        from beamq.io.shard_writer import disk_remedy
+
+        place = os.fsdecode(raised.filename or "")
+        remedy = "check the path and the disk"
+        if raised.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE):
+            remedy = disk_remedy(raised.errno, Path(place), resumable=False)
+        return DiskError(f"{place and f'{place}: '}{raised.strerror or raised}; {remedy}")
     if isinstance(raised, ModuleNotFoundError):
         package = (raised.name or "").partition(".")[0]
         if package and package != "beamq":

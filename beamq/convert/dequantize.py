@@ -30,7 +30,7 @@ from beamq.convert.run import Conversion, Progress, open_run
 from beamq.errors import CheckpointError, TensorError, counted
 from beamq.eval.verify.checksums import SumReader
 from beamq.io.checkpoint import Checkpoint
-from beamq.io.companions import companion_files, restored_name
+from beamq.io.companions import companion_files, file_notes, restored_name
 from beamq.io.files import user_path
 from beamq.io.journal import ShardRecord, refuse_unfinished
 from beamq.io.manifest import MANIFEST_NAME, Manifest
@@ -160,6 +160,7 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
     if all(draft.kind is JobKind.COPY for draft in drafts):
         raise TensorError(f"{source.name}: nothing is quantized here; it is BF16 already")
     jobs, shards = place(drafts, max_shard_bytes)
+    files = source.source.listing()
     return Work(
         config=config,
         source_fingerprint=source.fingerprint(),
@@ -168,10 +169,11 @@ def make_decode_work(source: Checkpoint, max_shard_bytes: int) -> Work:
         shards=shards,
         companions=tuple(  # not the quantized folder's card, which says what is no longer true
             replace(companion, target=target)
-            for companion in companion_files(source.source.listing())
+            for companion in companion_files(files)
             if (target := restored_name(companion)) is not None
         ),
         remote_shards=source.source.missing_nbytes(),
+        hints=file_notes(files, own=source.files),
         total_parameters=sum(math.prod(t.shape) for shard in shards for t in shard.tensors),
     )
 

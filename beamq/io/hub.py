@@ -1,4 +1,4 @@
-"""A model repository on the Hugging Face Hub, pinned to one commit, and calls to the Hub.
+"""A model repository on the Hugging Face Hub, pinned to one commit.
 
 In: `org/name` or `org/name@revision` (a branch, tag or commit). Out: a `HubRepo`: the commit, the
 size of every file, and three ways to read them: a byte range, a small file through the shared Hub
@@ -8,224 +8,25 @@ Everything goes through huggingface_hub, so HF_ENDPOINT, HF_TOKEN, HF_HOME and H
 what they mean elsewhere. A branch is looked up once; all later requests name the commit, so a
 branch that moves during a run changes nothing. With HF_HUB_OFFLINE, a snapshot in the Hub cache
 serves instead. A file that is in the cache is never fetched again and never deleted.
-
-The library retries only some requests. `hub_call` retries all transient failures, with growing
-waits and by a server's Retry-After, and turns any other failure into an error with a remedy.
 """
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from beamq.errors import (
-    BeamqError,
     CheckpointError,
-    DiskError,
     HubError,
     HubUnreachableError,
     Interrupted,
-    UsageError,
 )
 from beamq.io.files import user_path
+from beamq.io.hub_call import check_settings, hub_call, offline_by
 from beamq.version import __version__
-
-T = TypeVar("T")
-ATTEMPTS = 6
-FIRST_WAIT = 0.5  # seconds, doubled each time
-LONGEST_WAIT = 300.0
-TRANSIENT = frozenset({408, 429, 500, 502, 503, 504})
-NO_TOKEN = "{doing} needs a token with write access; set HF_TOKEN or run `hf auth login`"
-
-# Class of huggingface_hub's error, ours, and its message; the first class that fits counts.
-_ANSWERED = (
-    (
-        "GatedRepoError",
-        HubError,
-        "gated; ask for access at {endpoint}/{repo} and set HF_TOKEN of an account that has"
-        " it{unset}",
-    ),
-    ("RevisionNotFoundError", HubError, "no such branch, tag or commit; check the part after @"),
-    (
-        "RepositoryNotFoundError",
-        HubError,
-        "no such folder here and no such repository on {endpoint}, or it is private and {token}",
-    ),
-    ("EntryNotFoundError", HubError, "{doing} failed: the repository has no such file"),
-)
-_NOT_ANSWERED = (
-    (
-        "OfflineModeIsEnabled",
-        HubUnreachableError,
-        "{doing} needs the Hub, but HF_HUB_OFFLINE is set; unset it, or download the repository"
-        " first",
-    ),
-    ("LocalTokenNotFoundError", HubUnreachableError, NO_TOKEN),
-    ("HFValidationError", UsageError, "not a repository's name: {said}"),
-    (
-        "HTTPError",
-        HubUnreachableError,
-        "{doing} failed: {endpoint} cannot be reached ({said}); check the network and HF_ENDPOINT,"
-        " then run again",
-    ),
-    (
-        "FileMetadataError",
-        HubUnreachableError,
-        "{doing} failed: {endpoint} does not answer as a Hub does; check HF_ENDPOINT and proxies",
-    ),
-    ("XetDownloadError", HubUnreachableError, "{doing} failed: {said}; run again"),
-)
-
-
-def hub_call(
-    where: str,
-    doing: str,
-    call: Callable[[], T],
-    *,
-    stopped: Callable[[], bool] = lambda: False,
-    attempts: int = ATTEMPTS,
-) -> T:
-    """Make `call`, and again if it fails for a reason that may pass, `attempts` times at most.
-
-    `where` and `doing` are for messages ("org/name", "looking it up"). `stopped` ends the waits.
-    Raises `HubError`, `HubUnreachableError`, `DiskError`, `UsageError`.
-    """
-    wait = FIRST_WAIT
-    for attempt in range(1, attempts + 1):
-        try:
-            return call()
-        except BeamqError:
-            raise
-        except Exception as fault:
-            if attempt == attempts or stopped() or not _transient(fault):
-                explained = (_explain(link, where, doing, attempt) for link in _chain(fault))
-                ours = next(filter(None, explained), None)
-                if ours is None:
-                    raise
-                raise ours from fault
-            pause = min(max(wait, _retry_after(fault)), LONGEST_WAIT)
-        _sleep(pause, stopped)
-        wait *= 2
-    raise AssertionError("unreachable")
-
-
-def endpoint() -> str:
-    """Address of the Hub in use (HF_ENDPOINT, or the public one)."""
-    from huggingface_hub import constants
-
-    return constants.ENDPOINT
-
-
-def has_token() -> bool:
-    """Whether HF_TOKEN or a stored login gives a token."""
-    from huggingface_hub import get_token
-
-    return bool(get_token())
-
-
-def no_token(where: str, doing: str) -> HubUnreachableError:
-    """The error for a request that cannot be made without a token."""
-    return HubUnreachableError(f"{where}: {NO_TOKEN.format(doing=doing)}")
-
-
-def _sleep(seconds: float, stopped: Callable[[], bool]) -> None:
-    end = time.monotonic() + seconds
-    while not stopped() and (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, 0.2))
-
-
-def _chain(fault: BaseException) -> Iterator[BaseException]:
-    """The error and its causes; the library wraps errors of transfers in plain ones."""
-    link: BaseException | None = fault
-    for _ in range(8):
-        if link is None:
-            return
-        yield link
-        link = link.__cause__
-
-
-def _status(fault: BaseException) -> int | None:
-    status = getattr(getattr(fault, "response", None), "status_code", None)
-    return status if isinstance(status, int) else None
-
-
-def _transient(fault: BaseException) -> bool:
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
-
-    for link in _chain(fault):
-        if isinstance(link, OfflineModeIsEnabled):
-            return False
-        status = _status(link)
-        if status is not None:
-            return status in TRANSIENT
-        if isinstance(link, HTTPError) and not isinstance(link, HfHubHTTPError):
-            return True  # no answer: refused, cut, timed out
-        if type(link).__name__ == "XetDownloadError" or _is_short_download(link):
-            return True
-    return False
-
-
-def _is_short_download(fault: BaseException) -> bool:
-    """The library's own OSError for a file of the wrong size has no errno."""
-    return type(fault) is OSError and fault.errno is None
-
-
-def _retry_after(fault: BaseException) -> float:
-    for link in _chain(fault):
-        headers = getattr(getattr(link, "response", None), "headers", None)
-        if headers is not None:
-            value = str(headers.get("Retry-After") or "")
-            return float(value) if value.isdecimal() else 0.0
-    return 0.0
-
-
-def _explain(fault: BaseException, where: str, doing: str, attempts: int) -> BeamqError | None:
-    """Our error for one of the library's; None for a defect."""
-    from huggingface_hub import errors
-
-    status = _status(fault)
-    facts = {
-        "doing": doing,
-        "endpoint": endpoint(),
-        "repo": where.partition("@")[0],
-        "said": " ".join(str(fault).split())[:200] or type(fault).__name__,
-        "unset": "" if has_token() else " (none is set)",
-        "token": "its token may not see it" if has_token() else "no token is set (HF_TOKEN)",
-    }
-    for name, error, text in _NOT_ANSWERED if status is None else _ANSWERED:
-        if isinstance(fault, getattr(errors, name)):
-            return error(f"{where}: {text.format_map(facts)}")
-    if status is not None:
-        return _explain_status(fault, status, where, doing, attempts)
-    if isinstance(fault, OSError) and fault.errno is not None:
-        return DiskError(f"{where}: {doing} failed: {fault.strerror}; free space, then run again")
-    if _is_short_download(fault):
-        return HubUnreachableError(f"{where}: {doing} failed: {facts['said']}; run again")
-    if type(fault) is ValueError:  # what the library raises for a server's refusal
-        return HubError(f"{where}: {doing} was refused: {facts['said']}")
-    return None
-
-
-def _explain_status(
-    fault: BaseException, status: int, where: str, doing: str, attempts: int
-) -> BeamqError:
-    if status in TRANSIENT:
-        tries = f" ({attempts} attempts)" if attempts > 1 else ""
-        return HubUnreachableError(
-            f"{where}: {doing} failed: {endpoint()} answers {status}{tries}; run again later"
-        )
-    if status == 401:
-        return HubUnreachableError(
-            f"{where}: {doing} failed: the token is not valid; set HF_TOKEN or log in again"
-        )
-    said = getattr(fault, "server_message", None) or f"HTTP status {status}"
-    remedy = "; the token needs write access to it" if status == 403 else ""
-    return HubError(f"{where}: {doing} was refused: {' '.join(str(said).split())[:300]}{remedy}")
-
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([^\s@]{1,250}))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -417,6 +218,7 @@ def _silent_bar(stopped: Callable[[], bool]) -> Any:
 
 def open_repo(asked: HubId) -> HubRepo:
     """Look a repository up and pin it. Raises `HubError` or `HubUnreachableError`."""
+    check_settings()
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -454,11 +256,15 @@ def _offline(asked: HubId) -> HubRepo:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(asked.repo, revision=asked.revision, local_files_only=True)
+        found = hub_call(
+            str(asked),
+            "looking in the Hub cache",
+            lambda: snapshot_download(asked.repo, revision=asked.revision, local_files_only=True),
+        )
     except LocalEntryNotFoundError:
         raise HubUnreachableError(
-            f"{asked}: no such folder here, HF_HUB_OFFLINE is set and the Hub cache does not have"
-            " it; unset HF_HUB_OFFLINE or download it first"
+            f"{asked}: no such folder here, {offline_by()} is set and the Hub cache does not have"
+            " it; unset the variable or download the repository first"
         ) from None
     snapshot = Path(found)
     files = {

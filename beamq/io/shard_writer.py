@@ -58,11 +58,12 @@ def disk_errors(path: Path, action: str, *, resumable: bool = True) -> Iterator[
         yield
     except OSError as fault:
         what = fault.strerror or str(fault)
-        remedy = _remedy(fault.errno, path, resumable)
+        remedy = disk_remedy(fault.errno, path, resumable)
         raise DiskError(f"{path}: {action} failed: {what}; {remedy}") from fault
 
 
-def _remedy(number: int | None, path: Path, resumable: bool) -> str:
+def disk_remedy(number: int | None, path: Path, resumable: bool) -> str:
+    """What to do about the error `number` at `path`."""
     again = "run again with --resume" if resumable else "run it again"
     if number in (errno.ENOSPC, errno.EDQUOT):
         full = "disk full" if _has_inodes(path.parent) else "the disk has no inode left"

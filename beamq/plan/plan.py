@@ -261,7 +261,8 @@ class Work:
     """What a run reads and writes, whichever way it converts.
 
     `scales` is how NVFP4 block scales are chosen (see `Recipe`);
-    `remote_shards` are the source's shards that have to be fetched first, with their bytes.
+    `remote_shards` are the source's shards that have to be fetched first, with their bytes;
+    `hints` are for the user alone: of files and paths of the source, which nothing may publish.
     """
 
     __repr__ = short_repr
@@ -275,6 +276,7 @@ class Work:
     total_parameters: int
     scales: str = "max"
     remote_shards: Mapping[str, int] = field(default_factory=dict, repr=False)
+    hints: tuple[str, ...] = ()
 
     @property
     def tensor_nbytes(self) -> int:
@@ -310,10 +312,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Work):
-    """A quantization: the work, and all that reports and configs say of it.
-
-    `hints` are for the user alone: of files and paths of the source, which nothing may publish.
-    """
+    """A quantization: the work, and all that reports and configs say of it."""
 
     __repr__ = short_repr
 
@@ -323,7 +322,6 @@ class Plan(Work):
     ignore: tuple[str, ...]
     dropped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
-    hints: tuple[str, ...]
     parameters: dict[str, int]
     quantized_parameters: int
     source_nbytes: int

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
@@ -33,6 +34,7 @@ from rich.progress import (
 from rich.text import Text
 
 from beamq.errors import DiskError, printable
+from beamq.io.shard_writer import disk_remedy
 from beamq.ranks import rank_here
 from beamq.report.tables import Table, least_width, stacked, terminal
 from beamq.units import plain, show_bytes, show_seconds
@@ -190,7 +192,8 @@ def _write(stream: IO[str], text: str) -> None:
         _discard(stream)
     except OSError as fault:
         _discard(stream)
-        raise DiskError(f"{stream.name}: writing failed: {fault.strerror}; free space") from fault
+        remedy = disk_remedy(fault.errno, Path("."), resumable=False)
+        raise DiskError(f"{stream.name}: writing failed: {fault.strerror}; {remedy}") from fault
 
 
 def _discard(stream: IO[str]) -> None:

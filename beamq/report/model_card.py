@@ -115,7 +115,7 @@ def _inherited(origin: Origin, work: Work, relation: str) -> dict[str, Any]:
         data["license"] = licence
     if _word(name := origin.front.get("license_name")):
         data["license_name"] = name
-    link = origin.front.get("license_link")
+    link = origin.front.get("license_link") or (origin.licence_file if licence == "other" else None)
     if isinstance(link, str):
         link = link.removeprefix("./")
         files = {companion.target for companion in work.companions}

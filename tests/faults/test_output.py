@@ -79,6 +79,15 @@ def test_companions_are_copied_bit_for_bit_MO2060(nano_copy: Path, tmp_path: Pat
     assert set(after) == own | copied
 
 
+def test_dequantize_names_what_it_leaves(beam_nano: Path, tmp_path: Path, run: Run) -> None:
+    convert(beam_nano, tmp_path / "out", "fp8")
+    (tmp_path / "out" / "id_rsa").touch()
+    code, _, err = run("dequantize", tmp_path / "out", tmp_path / "plain")
+    assert code == 0
+    assert "Note: 1 file is not copied: id_rsa (may be a secret)." in err
+    assert not (tmp_path / "plain" / "id_rsa").exists()
+
+
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 900\n"
 
 

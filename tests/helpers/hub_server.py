@@ -180,7 +180,7 @@ def client_of(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> It
     from huggingface_hub import constants, set_client_factory
     from huggingface_hub.utils import _http
 
-    from beamq.io import hub as hub_calls
+    from beamq.io import hub_call as hub_calls
 
     hub.faults.clear()
     hub.requests.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import pty
@@ -311,3 +313,20 @@ def test_sizes_shown() -> None:
         "1,152 tensors",
     ]
     assert [counted(n, "shard is", "shards are") for n in (1, 2)] == ["1 shard is", "2 shards are"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.ENOSPC, "; disk full; free space"), (errno.EIO, "; check the disk")]
+)
+def test_a_stream_that_fails_is_explained_by_what_happened(
+    monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    class Failing(io.StringIO):
+        name = "<stdout>"
+
+        def flush(self) -> None:
+            raise OSError(number, "It failed")
+
+    monkeypatch.setattr(sys, "stdout", Failing())
+    with pytest.raises(DiskError, match=f"^<stdout>: writing failed: It failed{said}"):
+        console.write_json({})

@@ -261,6 +261,14 @@ def test_hostile_metadata_is_left_out(plan: Plan) -> None:
     assert data["pipeline_tag"] == "text-generation"
 
 
+def test_a_licence_of_its_own_links_to_its_file(nano_copy: Path) -> None:
+    (nano_copy / "LICENSE").write_text("Be kind.")
+    plan = make_plan(nano_copy)
+    for licence, link in (("other", "LICENSE"), ("mit", None)):
+        origin = Origin(front={"license": licence}, licence_file="LICENSE")
+        assert hub_metadata(plan, origin).get("license_link") == link
+
+
 def test_a_comparison_takes_its_place_and_is_replaced(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "README.md"
     path.write_text(model_card(plan, Origin(), {}))
