@@ -153,7 +153,7 @@ def test_order_of_steps(trace: Trace) -> None:
         assert renames[f"out/{name}"] > last_shard
     for name, at in renames.items():
         if name != "out/beamq.json" and not name.startswith("out/.beamq"):
-            assert at < renames["out/beamq.json"], name
+            assert at <= renames["out/config.json"] < renames["out/beamq.json"], name
         flushed = [n for n in range(at) if steps[n] == ("fsync", trace.events[at]["path"])]
         assert flushed, name
         assert next_step(at) == ("fsync", str(Path(name).parent))

@@ -132,6 +132,18 @@ def test_workers_and_memory_change_no_byte(
         assert path.read_bytes() == (two / path.name).read_bytes(), path.name
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-max", "fp8"])
+def test_pieces_change_no_byte(
+    beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """Nor a checksum. Nano's tensors are smaller than a piece, so pieces are made smaller too."""
+    one = convert(beam_nano, tmp_path / "one", recipe)
+    monkeypatch.setattr(cpu_worker, "piece_bytes", lambda workers: 3000)
+    two = convert(beam_nano, tmp_path / "two", recipe)
+    for path in one.iterdir():
+        assert path.read_bytes() == (two / path.name).read_bytes(), path.name
+
+
 @pytest.mark.parametrize("dtype", ["F32", "F16"])
 def test_other_float_sources_are_quantized_from_their_own_values(
     beam_nano: Path, nano_copy: Path, tmp_path: Path, dtype: str
@@ -435,3 +447,24 @@ def test_a_group_that_one_weight_turns_to_zeros_is_refused(
     with pytest.raises(TensorError, match=r"experts\.6\.gate_up: 1,023 of 1,024 blocks would"):
         convert(nano_copy, tmp_path / "out", workers=workers)
     convert(nano_copy, tmp_path / "out", overwrite=True, exclude=("layers.4.mlp.experts",))
+
+
+@pytest.mark.parametrize("tiny", [921, 922])
+def test_nine_tenths_of_a_group_may_become_zero(nano_copy: Path, tmp_path: Path, tiny: int) -> None:
+    """Of 1,024 blocks: a pruned expert has many, and one wild weight all but a few."""
+    one, small = b"\x80\x3f", b"\x80\x35"  # 1 and 2^-20, which is below half a step
+    data = one * 16 * (1024 - tiny) + small * 16 * tiny
+
+    def change(tensors: st.Tensors) -> None:
+        for place, proj in enumerate(("gate", "up")):
+            name = f"model.layers.4.mlp.experts.6.{proj}_proj.weight"
+            dtype, shape, old = tensors[name]
+            tensors[name] = (dtype, shape, data[place * len(old) :][: len(old)])
+
+    st.edit(nano_copy / "model.safetensors", change)
+    if tiny == 922:
+        with pytest.raises(TensorError, match=r"gate_up: 922 of 1,024 blocks would become zero"):
+            convert(nano_copy, tmp_path / "out")
+        return
+    output = convert(nano_copy, tmp_path / "out")
+    assert json.loads((output / "beamq.json").read_text())["counts"]["underflow_blocks"] >= 921

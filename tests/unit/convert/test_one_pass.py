@@ -1,18 +1,25 @@
-"""Experts that one rank rounds and another one owns: durable before the owner hears of them."""
+"""Experts that one rank rounds and another one owns: durable before the owner hears of them.
+Members of a scale group that arrive in any order are converted in the plan's."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from beamq.calib.expert_rounding import RoundedGroup
-from beamq.convert.one_pass import ExpertWriter, is_rounded
+from beamq.convert.cpu_worker import JobContext
+from beamq.convert.one_pass import ExpertWriter, StreamingConverter, is_rounded
+from beamq.convert.open_shards import JobResult
+from beamq.io.checkpoint import open_checkpoint
+from beamq.io.safetensors_header import TensorSpec
 from beamq.io.shard_writer import PARTIAL, ShardWriter
-from beamq.plan.plan import make_plan
+from beamq.plan.plan import Job, make_plan
 from beamq.ranks import Ranks
 
 
@@ -78,3 +85,34 @@ def test_experts_in_shards_of_others_are_durable_before_their_owners_hear(
         name = plan.shards[shard].name + PARTIAL
         last_write = max(n for n, event in enumerate(events) if event == f"pwrite {name}")
         assert f"fsync {name}" in events[last_write:told], name
+
+
+def test_members_that_arrive_in_any_order_are_converted_in_the_plans(
+    beam_nano: Path,
+) -> None:
+    """Reader threads bring gate after up now and then: codes must not change places."""
+    seen: dict[int, list[bytes]] = {}
+
+    class Recorder:
+        def run(self, job: Job, shard: object, views: Sequence[memoryview]) -> JobResult:
+            seen[job.index] = [bytes(view) for view in views]
+            return JobResult()
+
+    factory: Any = SimpleNamespace(worker=lambda context: Recorder())
+    shards: Any = SimpleNamespace(writer=lambda shard: None, add=lambda job, result: None)
+    context = JobContext(
+        scale_rule="max", input_scale=None, stopped=lambda: False, advance=lambda nbytes: None
+    )
+    with open_checkpoint(beam_nano) as checkpoint:
+        jobs = [job for job in make_plan(checkpoint, "nvfp4-all").jobs if len(job.members) > 1]
+        stored: dict[int, list[bytes]] = {}
+        specs: list[TensorSpec] = []
+        for job in jobs:
+            own = [member.source.spec for member in job.members]
+            stored[job.index] = [bytes(checkpoint.read(spec.name)) for spec in own]
+            specs += own
+        converter = StreamingConverter(jobs, shards, factory, context)
+        for spec in reversed(specs):
+            data = torch.frombuffer(bytearray(checkpoint.read(spec.name)), dtype=torch.bfloat16)
+            converter.tap(spec, 0, data.view(spec.shape))
+    assert seen == stored

@@ -93,6 +93,13 @@ def test_what_may_be_zero(nano_copy: Path) -> None:
     assert faults(nano_copy) == []
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_rows_of_unused_tokens_may_be_zero(nano_copy: Path, name: str) -> None:
+    """A vocabulary that is filled up to a round number, at the end of a file too."""
+    st.edit(nano_copy / "model.safetensors", fill(name, 0.5))
+    assert faults(nano_copy) == []
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
 def test_verify_says_it_of_an_output(beam_nano: Path, tmp_path: Path, fmt: str) -> None:
     output = convert(beam_nano, tmp_path / "out", fmt).output

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from beamq.beam.tensors import classify
 from beamq.errors import printable
 from beamq.eval.verify.checks import CHECKS, Ledger
 from beamq.eval.verify.folder import Linear, scalar_fault
 from beamq.eval.verify.second_opinion import choose_sample
-from beamq.eval.verify.values import fp8_nan
+from beamq.eval.verify.values import Nvfp4Bound, fp8_nan
+from beamq.formats import nvfp4
 from beamq.io.safetensors_header import few
 
 
@@ -103,3 +105,20 @@ def test_the_documentation_lists_every_check(repo: Path) -> None:
     text = (repo / "docs" / "verify.md").read_text()
     rows = [f"| `{name}` | {check.level} | {check.demand} |" for name, check in CHECKS.items()]
     assert [row for row in text.splitlines() if row.startswith("| `")] == rows
+
+
+@pytest.mark.parametrize(
+    ("factor", "says"),
+    [(1.0, None), (1.15, None), (1.4, "the relative error is 0.4"), (1.7, "8 of 8 rows differ")],
+)
+def test_gptq_codes_are_bounded_row_by_row_and_as_a_whole(factor: float, says: str | None) -> None:
+    """Rows may be off by half of their norm, a linear by a quarter."""
+    w = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
+    q = nvfp4.quantize(w * factor, nvfp4.global_scale_from_amax(w.abs().max() * factor))
+    bound = Nvfp4Bound("gptq", 256, float(q.global_scale))
+    codes, scales = q.codes.numpy(), q.block_scale.view(torch.uint8).numpy()
+    for half in (slice(0, 4), slice(4, 8)):
+        source, *parts = (memoryview(x[half].tobytes()) for x in (w.numpy(), codes, scales))
+        assert bound.compare(source, "F32", *parts).out_of_bound == 0
+    found = bound.fault()
+    assert found is None if says is None else says in (found or "")
