@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from beamq.model.gemm import reference
 from beamq.model.gemm.backend import DenseWeight, Groups
@@ -35,6 +37,24 @@ def test_the_twin_where_sums_are_exact(
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, F.linear(x, w))
     assert rows < 2 or not torch.equal(got.float(), x.float() @ w.float().t()), "rounded"
+
+
+@pytest.mark.parametrize("rows", [1, GRAIN - 1, GRAIN + 1, 3 * GRAIN])
+def test_rows_are_filled_up_for_the_product(lacking: None, rows: int) -> None:
+    """What that is for shows in the next test, but not on every processor."""
+    multiplied: list[int] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "matmul" in func.__name__:
+                multiplied.append(args[0].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        assert product(whole_numbers(rows, 64), whole_numbers(17, 64)).shape == (rows, 17)
+    assert multiplied == [-(-rows // GRAIN) * GRAIN]
 
 
 @pytest.mark.skipif(not cpu_lacks_bf16(), reason="a CPU that multiplies BF16: not taken there")
