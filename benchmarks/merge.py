@@ -1,6 +1,7 @@
 """What merging an adapter costs: `beamq merge` against PEFT, and `quantize` with and without it.
 
     python -m benchmarks.merge [--rank 16] [--rounds 3] [--experts 16] [--json out.json]
+    python -m benchmarks.merge --device cuda --experts 256 --rank 32
 
 Contenders run in turn, whole processes on the same files in memory (--work-dir, /dev/shm by
 default); figures are medians. The model is a slice of real width (2.4 GB), and the adapter changes
@@ -18,11 +19,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.make_slice import TINY, Slice, make_slice
-from benchmarks.measuring import Cost, machine, run
+from benchmarks.measuring import Cost, in_turns, machine, median_s, run
 
 WAYS = ("merge", "peft", "fp8", "fp8 with the adapter", "nvfp4-max", "nvfp4-max with the adapter")
 
@@ -79,14 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--device", help="only ours, in this process, on this device")
     parser.add_argument("--tiny", action="store_true", help="a toy, to try the benchmark")
     parser.add_argument("--work-dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     what = TINY if given.tiny else Slice(experts=given.experts)
     with tempfile.TemporaryDirectory(prefix="beamq-merge-", dir=given.work_dir) as work:
-        found = measure(Path(work), what, given.rank, given.rounds)
-    show(found)
+        if given.device is None:
+            found = measure(Path(work), what, given.rank, given.rounds)
+            show(found)
+        else:
+            found = measure_device(Path(work), what, given.rank, given.rounds, given.device)
+            show_device(found)
     if given.json is not None:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -117,6 +124,41 @@ def measure(work: Path, what: Slice, rank: int, rounds: int) -> dict[str, Any]:
         },
         "peft_steps": {key: statistics.median(each[key] for each in peer) for key in peer[0]},
     }
+
+
+def measure_device(work: Path, what: Slice, rank: int, rounds: int, device: str) -> dict[str, Any]:
+    """Conversions in this process, warm, in turn: with the adapter and without."""
+    import beamq
+
+    source, adapter, output = work / "source", work / "adapter", work / "output"
+    nbytes = make_slice(source, what)
+    make_adapter(adapter, what, rank)
+
+    def convert(recipe: str, given: Path | None) -> None:
+        shutil.rmtree(output, ignore_errors=True)
+        plain = recipe == "fp8"
+        beamq.quantize(
+            source, output, recipe=recipe, adapter=given, device=device, no_calibration=not plain
+        )
+
+    calls = {
+        f"{recipe}{' with the adapter' * (given is not None)}": partial(convert, recipe, given)
+        for recipe in ("fp8", "nvfp4-max")
+        for given in (None, adapter)
+    }
+    turns = in_turns(calls, rounds)
+    return {
+        "machine": machine(), "device": device, "source_bytes": nbytes, "rank": rank,
+        "rounds": rounds, "wall_s": {way: median_s(each) for way, each in turns.items()},
+    }  # fmt: skip
+
+
+def show_device(found: dict[str, Any]) -> None:
+    for way, seconds in found["wall_s"].items():
+        print(f"{way:28} {seconds:7.2f} s  {found['source_bytes'] / seconds / 1e9:6.2f} GB/s")
+    for recipe in ("fp8", "nvfp4-max"):
+        ratio = found["wall_s"][f"{recipe} with the adapter"] / found["wall_s"][recipe]
+        print(f"{recipe} with the adapter over without: {ratio:.2f}")
 
 
 def show(found: dict[str, Any]) -> None:

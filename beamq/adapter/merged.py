@@ -7,8 +7,9 @@ adapter gives the bytes of `merge` followed by `quantize`.
 The one idea: every update is local to rows of its weight. A read is widened to whole rows, these
 are merged and rounded once to the dtype that the source stores (F32 for the router), and the
 bytes asked for are cut out. Arithmetic is that of `formats.kernels.cpu.add_low_rank`, on every
-device. Memory: the pair that a thread works on, and the last few packed tensors of experts, whose
-columns are interleaved on disk. DoRA on the embedding needs a first pass over all its rows.
+device; a GPU adds low-rank updates to what it converts by itself (`device_update`). Memory: the
+pair that a thread works on, and the last few packed tensors of experts, whose columns are
+interleaved on disk. DoRA on the embedding needs a first pass over all its rows.
 
 A pair of which A or B is all zero changes nothing, and its weight keeps its bytes (-0.0 included).
 """
@@ -182,6 +183,16 @@ class _Rows:
     update: Update
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUpdate:
+    """`base` to read a weight from, and what to add to it: scaling B A, FP32 [r, K] and [N, r]."""
+
+    base: Checkpoint
+    a: torch.Tensor
+    b: torch.Tensor
+    scaling: float
+
+
 class MergedFiles(SourceFiles):
     """A source's files, with the bytes of its tensors merged as they are read. Thread safe."""
 
@@ -197,6 +208,7 @@ class MergedFiles(SourceFiles):
         self.parallel, self.local = self.inner.parallel, self.inner.local
         self._stored = checkpoint.tensors
         self._rows = _changed_rows(checkpoint, found.updates, model)
+        self._places = {row.name: name for name, rows in self._rows.items() for row in rows}
         self.merged_tensors = {name: self._merged_spec(spec) for name, spec in self._stored.items()}
         self.merged = self._record()
         self._lock = threading.RLock()
@@ -424,6 +436,20 @@ class MergedFiles(SourceFiles):
                 magnitude = self._read_rows(update.magnitude, slice(None)).reshape(-1).float()
                 self._column_scales[name] = magnitude / total.sqrt_().float()
             return self._column_scales[name]
+
+    def device_update(self, name: str) -> DeviceUpdate | None:
+        """What a device needs to merge a weight itself, where it can: a plain low-rank update of a
+        weight that keeps its dtype."""
+        place = self._places.get(name)
+        update = self.assignment.updates.get(name)
+        if place is None or not isinstance(update, LowRank) or update.magnitude is not None:
+            return None
+        if self._stored[place].dtype != self.merged_tensors[place].dtype:
+            return None
+        pair = self._pair(name, update)
+        if pair is None:
+            return None
+        return DeviceUpdate(base=self.base, a=pair[0], b=pair[1], scaling=update.scaling)
 
     # --- the adapter's tensors -------------------------------------------------------------------
 

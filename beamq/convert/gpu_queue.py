@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from beamq.errors import DeviceError, MemoryBudgetError
 from beamq.formats.kernels import RESULT_NBYTES
+from beamq.formats.numerics import TORCH_DTYPES
 
 _BLOCKING_NO_TIMING = 1 | 2  # a waiting thread sleeps
 _MEMORY_TYPE, _ON_HOST = 2, 1
@@ -128,8 +129,8 @@ class GpuQueue(Protocol):
 
     `using` is entered around everything that is queued. `host` makes page-locked memory, and
     `locked` says whether an address is in such memory. `upload` (of `to.nbytes` bytes), `download`,
-    `nvfp4` (`gpu.nvfp4_group`) and `fp8` (`gpu.fp8_rows`) are queued; their host addresses are
-    those of page-locked memory. `drain` waits for all of it.
+    `add_low_rank` (to the rows in `to`), `nvfp4` (`gpu.nvfp4_group`) and `fp8` (`gpu.fp8_rows`) are
+    queued; their host addresses are those of page-locked memory. `drain` waits for all of it.
     """
 
     def using(self) -> AbstractContextManager[object]: ...
@@ -138,6 +139,9 @@ class GpuQueue(Protocol):
     def mark(self) -> Mark: ...
     def upload(self, to: Memory, source: int) -> None: ...
     def download(self, to: int, source: Memory) -> None: ...
+    def add_low_rank(
+        self, to: Memory, dtype: str, a: torch.Tensor, b: torch.Tensor, scaling: float
+    ) -> None: ...
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None: ...
     def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None: ...
     def drain(self) -> None: ...
@@ -203,6 +207,17 @@ class CudaQueue:
 
     def download(self, to: int, source: Memory) -> None:
         self._driver.download(to, source.address, source.nbytes, self._stream)
+
+    def add_low_rank(
+        self, to: Memory, dtype: str, a: torch.Tensor, b: torch.Tensor, scaling: float
+    ) -> None:
+        from beamq.formats.kernels.triton_lowrank import add_low_rank  # for adapters only
+
+        k, start = a.shape[1], to.address - to.owner.data_ptr()
+        w = to.owner[start : start + to.nbytes].view(TORCH_DTYPES[dtype]).view(-1, k)
+        a, b = (each.to(self._device, non_blocking=True) for each in (a, b))
+        body = partial(add_low_rank, w, a, b, scaling)
+        self._first.launch(("low rank", dtype, k, a.shape[0]), body)
 
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
         body = partial(self._kernels.nvfp4_group, dtype=dtype, n=n, k=k, scale_rule=rule)

@@ -28,6 +28,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from beamq.adapter.merged import DeviceUpdate, MergedFiles
 from beamq.convert.cpu_worker import BufferPool, CpuWorker, CpuWorkerFactory, JobContext
 from beamq.convert.gpu_queue import (
     CudaQueue,
@@ -302,8 +303,11 @@ class GpuWorker:
         return True
 
     def _upload(self, to: Memory, member: Member, start: int, view: memoryview | None) -> None:
-        """Queue `to.nbytes` source bytes of a member, from `start` on."""
-        held = None
+        """Queue `to.nbytes` source bytes of a member, from `start` on, and the adapter's update."""
+        held, source = None, self._checkpoint
+        update = None if view is not None else self._update(member)
+        if update is not None:
+            source = update.base
         if view is not None:
             held = np.frombuffer(view, np.uint8, count=to.nbytes, offset=start)
             if self._queue.locked(held.ctypes.data):  # a forward pass staged it: no copy needed
@@ -315,11 +319,21 @@ class GpuWorker:
             chunk = self._incoming.next()
             if held is None:
                 place = member.source.start + start + first
-                self._checkpoint.read_into(member.source.spec, chunk.view[:size], place)
+                source.read_into(member.source.spec, chunk.view[:size], place)
             else:
                 np.copyto(chunk.array[:size], held[first : first + size])
             self._queue.upload(to.part(first, size), chunk.address)
             chunk.mark()
+        if update is not None:
+            dtype, k = member.source.spec.dtype, member.source.shape[1]
+            row, rows = (nbytes // (k * ITEMSIZE[dtype]) for nbytes in (start, to.nbytes))
+            self._queue.add_low_rank(
+                to, dtype, update.a, update.b[row : row + rows], update.scaling
+            )
+
+    def _update(self, member: Member) -> DeviceUpdate | None:
+        files = self._checkpoint.source
+        return files.device_update(member.role.name) if isinstance(files, MergedFiles) else None
 
     def _download(
         self, info: Memory, parts: Sequence[Part], finite: Callable[[KernelResult], bool]

@@ -93,6 +93,8 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["ways"]) == set(merge.WAYS)
     assert set(found["peft_steps"]) == {"import_s", "load_s", "merge_s", "save_s"}
     assert "PEFT over ours" in capsys.readouterr().out
+    merge.main([*command, "--device", "cpu"])
+    assert "nvfp4-max with the adapter over without" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 
 

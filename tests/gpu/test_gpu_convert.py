@@ -22,6 +22,7 @@ from beamq.convert.quantize import quantize
 from beamq.errors import DeviceError, TensorError
 from beamq.plan.recipe import BUILT_IN
 from benchmarks.make_slice import Slice, make_slice
+from benchmarks.merge import make_adapter
 from tests.helpers import safetensors_edit as st
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
@@ -82,6 +83,20 @@ def test_the_bytes_of_the_cpu(
     found = quantize(sources[source], both[1], device="cuda", **options)
     assert found.engine.startswith("cuda:0")
     assert_same(both[1], both[0])
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "nvfp4-all"])
+@pytest.mark.parametrize(("source", "rank"), [("real", 16), ("real", 5), ("mini", 32)])
+def test_an_adapter_is_merged_with_the_bytes_of_the_cpu(
+    sources: dict[str, Path], both: tuple[Path, Path], source: str, rank: int, recipe: str
+) -> None:
+    """Attention and packed experts; given input scales, so that the kernel on the device merges."""
+    adapter = sources[source].parent / f"adapter-{source}-{rank}"
+    make_adapter(adapter, REAL if source == "real" else MINI, rank)
+    how = {"recipe": recipe, "adapter": adapter, **options_for(recipe)}
+    quantize(sources[source], both[0], device="cpu", **how)
+    quantize(sources[source], both[1], device="cuda", **how)
+    assert_same(*both)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4-all", "nvfp4-gptq"])

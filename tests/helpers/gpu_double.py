@@ -14,11 +14,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 
 from beamq.convert.cpu_worker import BufferPool, CpuWorkerFactory, JobContext
 from beamq.convert.gpu_queue import DeviceLayout, Memory
 from beamq.convert.gpu_worker import GpuWorker
+from beamq.formats import numerics
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
+from beamq.formats.numerics import TORCH_DTYPES
 from beamq.io.checkpoint import Checkpoint
 
 GARBAGE = 0xA5
@@ -33,7 +36,7 @@ class HostQueue:
         self._locked = locked
         self._wrong = wrong
         self._waiting: deque[Callable[[], Any]] = deque()
-        self.queued = self._done = 0
+        self.queued = self._done = self.merged = 0
 
     def using(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -52,6 +55,16 @@ class HostQueue:
 
     def download(self, to: int, source: Memory) -> None:
         self._queue(lambda: ctypes.memmove(to, source.address, source.nbytes))
+
+    def add_low_rank(
+        self, to: Memory, dtype: str, a: torch.Tensor, b: torch.Tensor, scaling: float
+    ) -> None:
+        def work() -> None:
+            w = torch.from_numpy(array_of(to)).view(TORCH_DTYPES[dtype]).view(-1, a.shape[1])
+            w.copy_(numerics.add_low_rank(w, a, b, scaling, w.dtype))
+            self.merged += 1
+
+        self._queue(work)
 
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:
         arrays = [array_of(memory) for memory in layout]

@@ -24,6 +24,7 @@ from beamq.errors import BeamqError, DeviceError, Interrupted, TensorError
 from beamq.io.checkpoint import Checkpoint
 from beamq.plan.recipe import BUILT_IN
 from tests.helpers import safetensors_edit as st
+from tests.helpers.adapters import made, pair
 from tests.helpers.gpu_double import HostQueue, HostWorkerFactory
 
 SMALL: dict[str, Any] = {"samples": 6, "sequence_length": 96}
@@ -321,3 +322,30 @@ def test_the_library_is_left_as_it_was(beam_nano: Path, tmp_path: Path) -> None:
     )
     assert result.engine == "2 threads"
     shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["usual-seven-0.21.2", "dora-attention", "router-saved"])
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4-all"])
+def test_adapters_are_merged_on_the_device(
+    name: str, recipe: str, beam_nano: Path, adapters: Path, tmp_path: Path, use_double: Use,
+    small_chunks: None,
+) -> None:  # fmt: skip
+    """Low-rank updates are added there, part by part; DoRA and replaced tensors while reading."""
+    how = {"recipe": recipe, "adapter": adapters / name, **options_for(recipe)}
+    plain(beam_nano, tmp_path / "cpu", **how)
+    opened = use_double()
+    quantize(beam_nano, tmp_path / "gpu", **how)
+    assert_same(tmp_path / "cpu", tmp_path / "gpu")
+    merged = sum(worker._queue.merged for made in opened for worker in made.made)  # type: ignore[attr-defined]
+    assert (merged > 0) == (name != "dora-attention")
+
+
+def test_a_merge_that_overflows_on_the_device_is_refused_by_name(
+    beam_nano: Path, tmp_path: Path, use_double: Use
+) -> None:
+    module = "model.layers.2.self_attn.q_proj"
+    tensors = {key: tensor * 1e30 for key, tensor in pair(module, 128, 128).items()}
+    adapter = made(tmp_path / "adapter", tensors)
+    use_double()
+    with pytest.raises(TensorError, match=rf"{module}\.weight: the merged weight holds NaN"):
+        quantize(beam_nano, tmp_path / "out", recipe="fp8", adapter=adapter)
