@@ -107,7 +107,8 @@ def repair(
     threads = options.workers or default_workers()
     if current_ranks().world > 1:
         raise UsageError("repair runs in one process; start it without torchrun")
-    output_folder.check_places(folder, output)
+    for read in (folder, options.source or folder):
+        output_folder.check_places(read, output)
     with ExitStack() as stack:
         damaged, origin = _open(stack, folder, options.source)
         findings, plan = examine(damaged, origin)

@@ -264,10 +264,9 @@ class RepairPlan:
         for role, (n, k) in expected:
             if (role.layer or 0, role.role) not in self.units:
                 continue
-            found = {
-                suffix: self._left.pop(f"{role.module}.{suffix}", None) for suffix in _SUFFIXES
-            }
-            parts = {suffix: piece for suffix, piece in found.items() if piece is not None}
+            own = quantized_tensors(role.module, self.format, n, k)
+            names = [name for name, _, _ in own if name in self._left]
+            parts = {name.rpartition(".")[2]: self._left.pop(name) for name in names}
             linear = DamagedLinear(role=role, shape=(n, k), parts=parts)
             linear.fault = self._form_fault(linear)
             self._linears[role.name] = linear
