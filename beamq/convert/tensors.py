@@ -266,10 +266,11 @@ class TensorStream(Iterator[Named]):
             )
         target = self._model.target(name)
         self._refuse_twice(target)
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or tensor.layout != torch.strided:
             raise TensorError(
-                f"{name} is a {type(tensor).__name__} ({tensor.layout}), expected a plain dense"
-                " tensor; of a DTensor, its full_tensor()"
+                f"{name} is a {tensor.layout if plain else type(tensor).__name__}, expected a plain"
+                " dense tensor; of a DTensor, its full_tensor()"
             )
         if tuple(tensor.shape) != target.shape:
             raise TensorError(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import beamq
 from beamq.beam.config import BeamConfig
@@ -319,7 +319,7 @@ class Sharded(torch.Tensor):
         (UP, torch.zeros(64, 128, dtype=torch.int8), r"dtype is torch\.int8"),
         (UP, torch.zeros(64, 128, dtype=torch.float64), r"dtype is torch\.float64"),
         (UP, torch.zeros(64, 128, device="meta"), "is on meta, expected cpu"),
-        (UP, torch.zeros(64, 128).as_subclass(Sharded), "is a Sharded .*full_tensor"),
+        (UP, torch.zeros(64, 128).as_subclass(Sharded), "is a Sharded, .*full_tensor"),
         (UP, torch.zeros(64, 128).to_sparse(), "sparse_coo"),
         (GATE, torch.zeros(64, 128), "came twice"),
         (f"{LAYER}.experts.gate_up_proj", torch.zeros(16, 128, 128), "hold the same experts"),
@@ -467,8 +467,18 @@ def test_input_scales_that_do_not_fit(
 # A double of a GPU: the same kernels, whose counts may be looked at only when all is queued.
 
 
-class Queued(CpuKernels):
-    """Kernels of another device."""
+class Queued:
+    """Kernels of another device: what they do there is no wait of the host."""
+
+    @staticmethod
+    def nvfp4_groups(*arguments: Any) -> Any:
+        with _disable_current_modes():
+            return CpuKernels.nvfp4_groups(*arguments)
+
+    @staticmethod
+    def fp8_quantize_rows(w: torch.Tensor, *, counts: torch.Tensor) -> Any:
+        with _disable_current_modes():
+            return CpuKernels.fp8_quantize_rows(w, counts=counts)
 
 
 class NoWaiting(TorchDispatchMode):
