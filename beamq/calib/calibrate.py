@@ -170,7 +170,7 @@ def _run(target: Path, setup: CalibrationSetup, events: CalibrationEvents) -> Ca
             result = run_pass(setup, state, events.on_layer)
         with ranks.meeting():
             if ranks.first:
-                setup.checkpoint.check_unchanged()
+                setup.checkpoint.check_unchanged(writes=True)
                 save_stats(result, target)
                 state.remove()
         return result

@@ -137,7 +137,7 @@ class Conversion:
                 journal.open()
             with self.ranks.meeting():
                 self._convert(journal)
-                self.checkpoint.check_unchanged()
+                self.checkpoint.check_unchanged(writes=True)
             if not first:
                 return None, kept
             journal.load()  # the records of all ranks

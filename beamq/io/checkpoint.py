@@ -172,16 +172,18 @@ class Checkpoint:
                 digest.update(next(values))
         return digest.hexdigest()
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, *, writes: bool = False) -> None:
         """Raise `CheckpointError` if a shard is no longer the file whose header was read.
 
-        Called at the end of a run, which must have read the files that it was planned with.
+        Called at the end of a run, which must have read the files that it began with. One that
+        `writes` an output is started again with `--overwrite`.
         """
         changed = self.source.changed()
         if changed is not None:
             raise CheckpointError(
-                f"{self.name}/{changed}: changed while it was read, so the output would mix two"
-                " models; do not change the source during a run, and start again with --overwrite"
+                f"{self.name}/{changed}: changed while it was read, so the result would mix two"
+                " models; do not change it during a run, and start again"
+                f"{' with --overwrite' if writes else ''}"
             )
 
     def close(self) -> None:

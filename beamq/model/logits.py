@@ -109,6 +109,7 @@ def logits(
             for rows, batch in zip(groups, batches, strict=True):
                 kept = mask_BT[rows].to(where)
                 out[rows][kept] = head_logits(batch.h_TK.to(where), head, config)
+        checkpoint.check_unchanged()
         return out
 
 

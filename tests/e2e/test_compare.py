@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import sys
 import sysconfig
@@ -20,8 +21,9 @@ from transformers import CompressedTensorsConfig
 from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.cli import app
 from beamq.convert.quantize import quantize
-from beamq.errors import ConfigError, UsageError
+from beamq.errors import CheckpointError, ConfigError, UsageError
 from beamq.eval.compare.compare import compare, overlap_notes
+from beamq.eval.compare.sensitivity import sensitivity
 from beamq.formats import fp8
 from beamq.io.manifest import Manifest
 from beamq.io.shard_writer import write_json
@@ -442,3 +444,41 @@ def test_what_cannot_be_held_against_a_manifest_is_said(beam_nano: Path, tmp_pat
     (folder / "beamq.json").unlink()
     (bare,) = compare(beam_nano, [folder], input_ids=ids).candidates
     assert bare.damaged == ()
+
+
+def write_two_bytes(path: Path) -> None:
+    with path.open("r+b") as stream:
+        stream.seek(-2, os.SEEK_END)
+        stream.write(b"ab")
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["source", "candidate"])
+@pytest.mark.parametrize("call", [compare, sensitivity])
+def test_a_model_that_changes_while_it_is_judged(
+    nano_copy: Path, tmp_path: Path, call: Callable[..., object], place: int
+) -> None:
+    """Two bytes that are written meanwhile leave the shapes and, where no checksum is compared,
+    the report as they are."""
+    quantize(nano_copy, tmp_path / "out", no_calibration=True)
+    shard = sorted((nano_copy, tmp_path / "out")[place].glob("*.safetensors"))[0]
+
+    def change(done: int, total: int) -> None:
+        write_two_bytes(shard)
+
+    ids = [[1, 2, 3, 4]]
+    kept = {"input_ids": ids} if call is compare else {"samples": 1, "sequence_length": 8}
+    call(nano_copy, tmp_path / "out", device="cpu", **kept)
+    with pytest.raises(CheckpointError, match=f"{shard.name}: changed while it was read") as raised:
+        call(nano_copy, tmp_path / "out", device="cpu", progress=change, **kept)
+    assert str(raised.value).endswith("do not change it during a run, and start again")
+
+
+def test_a_model_that_changes_while_its_logits_are_computed(nano_copy: Path) -> None:
+
+    class Change(Observer):
+        def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
+            write_two_bytes(nano_copy / "model.safetensors")
+
+    logits(nano_copy, [[1, 2, 3]])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: changed while it was read"):
+        logits(nano_copy, [[1, 2, 3]], observers=[Change()])

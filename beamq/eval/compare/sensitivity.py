@@ -289,6 +289,8 @@ def sensitivity(
         ids_BT, record = read_text(base, asked.data, (asked.samples or size[0], length), asked.seed)
         events.on_start()
         scores = _Branches(loaders, units, ids_BT, options).run(events.progress)
+        for each in (base, other):
+            each.check_unchanged()
         manifest = Manifest.of(other.source)
         before, after = (_unit_nbytes(each, units) for each in (base, other))
         return Sensitivity(

@@ -258,6 +258,8 @@ def run_side_by_side(
         run.layers(progress)
         with ranks.agreeing():
             run.heads()
+            for checkpoint in checkpoints:
+                checkpoint.check_unchanged()
     found = [candidate.findings() for candidate in run.candidates]
     for place in range(1, len(found)):
         first, own = (run.candidates[n].scores.kld_RT for n in (0, place))
