@@ -326,8 +326,9 @@ def _check_bounds(value: Any, name: str, flag: Flag) -> None:
             raise UsageError(f"{name} is {_shown(value)}, expected at most {flag.at_most:,}")
     elif flag.choices:
         _check_choice(_as_held(value, "str"), name, flag.choices)
-    if flag.check is not None:
-        flag.check(_as_held(value, "str"))
+    held = _as_held(value, "str")
+    if flag.check is not None and isinstance(held, str):  # a `Gemm` may be given
+        flag.check(held)
 
 
 def _check_choice(value: object, name: str, choices: tuple[str, ...]) -> None:

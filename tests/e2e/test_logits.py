@@ -442,3 +442,10 @@ def test_a_callers_settings_of_torch_change_nothing(beam_nano: Path, tmp_path: P
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
     assert {name for name in expected if found[name] != expected[name]} == set()
+
+
+def test_a_back_end_may_be_an_object(beam_nano: Path) -> None:
+    """As in tests that watch products: an object of a caller is used as it is."""
+    ids = [[1, 2, 3]]
+    expected = logits(beam_nano, ids, dtype=FP32, gemm="reference")
+    assert logits(beam_nano, ids, dtype=FP32, gemm=select_gemm("reference")).equal(expected)

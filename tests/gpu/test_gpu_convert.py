@@ -175,7 +175,7 @@ def test_zeros_and_underflow_are_counted_alike(
             dtype, shape, data = tensors[f"{EXPERT}.{proj}.weight"]
             tensors[f"{EXPERT}.{proj}.weight"] = (dtype, shape, bytes(len(data)))
         dtype, shape, data = tensors[f"{EXPERT}.down_proj.weight"]
-        odd = b"\x00\x20" * 16 + bytes(64) + b"\x00\x4f"  # a tiny block, two of zeros, a huge value
+        odd = b"\x00\x20" * 16 + bytes(64) + b"\x00\x41"  # a tiny block, two of zeros, an 8.0
         tensors[f"{EXPERT}.down_proj.weight"] = (dtype, shape, odd + data[len(odd) :])
 
     edited(nano_copy, change)
