@@ -157,6 +157,28 @@ def test_a_damaged_journal_is_refused_and_a_cut_line_forgiven(
             quantize(beam_nano, other, resume=True, **OPTIONS)  # type: ignore[arg-type]
 
 
+def test_a_resumed_run_leaves_no_config_of_an_earlier_checkpoint(
+    beam_nano: Path, tmp_path: Path
+) -> None:
+    """Killed just after `--overwrite` removed beamq.json: the old config.json is still there, and
+    engines would load new shards by it while the resumed run writes them."""
+    output = tmp_path / "out"
+    quantize(beam_nano, output, recipe="fp8")
+    (output / "beamq.json").unlink()
+    (output / ".beamq").mkdir()
+
+    def stop(_: Progress) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        quantize(beam_nano, output, resume=True, on_progress=stop, **OPTIONS)  # type: ignore[arg-type]
+    for name in ("config.json", "model.safetensors.index.json"):
+        assert not (output / name).exists()
+    quantize(beam_nano, output, resume=True, **OPTIONS)  # type: ignore[arg-type]
+    quantize(beam_nano, tmp_path / "whole", **OPTIONS)  # type: ignore[arg-type]
+    assert digests(output) == digests(tmp_path / "whole")
+
+
 def test_a_crash_between_journal_and_rename_is_finished(beam_nano: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     quantize(beam_nano, tmp_path / "whole", **OPTIONS)  # type: ignore[arg-type]
