@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,37 @@ def test_shards_keep_jobs_whole_and_respect_the_limit(beam_mini: Path) -> None:
 def test_the_same_input_gives_the_same_plan(beam_nano: Path) -> None:
     assert plan_of(beam_nano).digest() == plan_of(beam_nano).digest()
     assert plan_of(beam_nano).digest() != plan_of(beam_nano, "nvfp4-mlp").digest()
+
+
+def test_another_source_of_any_job_is_another_plan(beam_nano: Path) -> None:
+    """The outputs are the same: BF16 or F16, the weight becomes four tensors of the same sizes."""
+    plan = plan_of(beam_nano)
+    for place in (0, len(plan.jobs) // 2, len(plan.jobs) - 1):
+        jobs = list(plan.jobs)
+        member = jobs[place].members[-1]
+        spec = replace(member.source.spec, dtype="F16")
+        other = replace(member, source=replace(member.source, spec=spec))
+        jobs[place] = replace(jobs[place], members=(*jobs[place].members[:-1], other))
+        assert replace(plan, jobs=tuple(jobs)).digest() != plan.digest(), place
+
+
+def test_tensors_after_one_of_odd_length_are_aligned(nano_copy: Path) -> None:
+    """Tensors of the fixtures take multiples of 4 bytes; what is not Beam's may take any number."""
+
+    def add(tensors: st.Tensors) -> None:
+        for name, dtype, nbytes in (("a", "U8", 3), ("b", "F32", 4), ("c", "F8_E4M3", 5)):
+            tensors[f"model.extra.{name}"] = (
+                dtype,
+                [1 if dtype == "F32" else nbytes],
+                bytes(nbytes),
+            )
+
+    st.edit(nano_copy / "model.safetensors", add)
+    plan = plan_of(nano_copy)
+    tensors = [tensor for shard in plan.shards for tensor in shard.tensors]
+    assert {"U8", "BF16", "F32"} <= {tensor.dtype for tensor in tensors}
+    for tensor in tensors:
+        assert tensor.offset % ITEMSIZE[tensor.dtype] == 0, tensor.name
 
 
 @pytest.mark.parametrize(
