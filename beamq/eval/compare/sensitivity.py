@@ -292,23 +292,13 @@ def sensitivity(
         for each in (base, other):
             each.check_unchanged()
         manifest = Manifest.of(other.source)
-        before, after = (_unit_nbytes(each, units) for each in (base, other))
+        nbytes = _unit_nbytes(base, units), _unit_nbytes(other, units)
         return Sensitivity(
             source=base.label,
             checkpoint=other.label,
             format=str(fmt),
             recipe=None if manifest is None else manifest.recipe,
-            parts=tuple(
-                PartLoss(
-                    layer=unit[0],
-                    part=unit[1],
-                    mean_kld=(result := scores[unit].result()).mean_kld,
-                    same_top=result.same_top,
-                    precise_bytes=before[unit],
-                    stored_bytes=after[unit],
-                )
-                for unit in sorted(after)
-            ),
+            parts=tuple(_part_loss(unit, scores[unit], nbytes) for unit in sorted(nbytes[1])),
             mean_kld=scores[None].result().mean_kld,
             parameters=sum(spec.numel for spec in base.tensors.values()),
             tensor_bytes=sum(spec.nbytes for spec in other.tensors.values()),
@@ -316,6 +306,21 @@ def sensitivity(
             settings=settings,
             seconds=time.monotonic() - begun,
         )
+
+
+def _part_loss(
+    unit: Unit, scores: TokenScores, nbytes: tuple[Mapping[Unit, int], Mapping[Unit, int]]
+) -> PartLoss:
+    """One part; `nbytes` are those of the source's parts and of the candidate's."""
+    found = scores.result()
+    return PartLoss(
+        layer=unit[0],
+        part=unit[1],
+        mean_kld=found.mean_kld,
+        same_top=found.same_top,
+        precise_bytes=nbytes[0][unit],
+        stored_bytes=nbytes[1][unit],
+    )
 
 
 class _Branches:
