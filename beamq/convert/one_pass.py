@@ -19,6 +19,7 @@ own, into shards of any rank. Otherwise the conversion follows the pass and read
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -43,7 +44,7 @@ from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider, from_statistics
 from beamq.convert.open_shards import JobResult, JobWriter, OpenShards, f32_bytes
 from beamq.convert.options import ConvertOptions
-from beamq.errors import UsageError
+from beamq.errors import DiskError, UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import CALIBRATION, STATE_DIR
@@ -95,6 +96,11 @@ class OnePass(InputScaleProvider):
         self._statistics = None if options.statistics is None else user_path(options.statistics)
         if self._statistics is not None and ranks.first:
             check_replaceable(self._statistics)
+            if not os.access(self._statistics.parent, os.W_OK | os.X_OK):
+                raise DiskError(
+                    f"{self._statistics}: its folder is not there, or may not be written to; choose"
+                    " another --statistics"
+                )
         self._on_layer = on_layer
         if ranks.first:
             on_start(self._setup)

@@ -436,3 +436,11 @@ def test_the_state_of_the_pass_has_to_fit_the_disk_too(
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(output_folder, "free_nbytes", lambda output: room)
     quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=1, **SMALL)
+
+
+def test_a_place_for_statistics_that_is_not_there_is_refused_before_the_pass(
+    beam_nano: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(DiskError, match="choose another --statistics"):
+        quantize(beam_nano, tmp_path / "out", statistics=tmp_path / "no" / "kept", **SMALL)
+    assert not (tmp_path / "out").exists()
