@@ -48,6 +48,9 @@ _READ = """
     target_parameters trainable_token_indices
 """
 READ = frozenset(_READ.split())
+MAX_RANK = 1_000_000
+MAX_ALPHA = 1e20
+"""No trainer writes ranks or alphas beyond these; with them every scaling is finite in FP32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +100,8 @@ def read_adapter_config(path: Path) -> AdapterConfig:
     """Read and check the file. Raises `AdapterError`."""
     raw = read_json_object(path, AdapterError)
     _refuse_others(raw, path)
-    for key in ("r", "lora_alpha"):
-        if not _positive(raw.get(key)):
-            raise _fail(path, key, raw.get(key), "a positive number")
+    _check_number("r", raw.get("r"), path, "r")
+    _check_number("lora_alpha", raw.get("lora_alpha"), path, "lora_alpha")
     base, version = raw.get("base_model_name_or_path"), raw.get("peft_version")
     return AdapterConfig(
         rank=int(raw["r"]),
@@ -140,8 +142,7 @@ def _pattern(raw: Mapping[str, Any], key: str, path: Path) -> dict[str, float]:
     if not isinstance(found, dict):
         raise _fail(path, key, found, "an object of regular expressions and numbers")
     for expression, value in found.items():
-        if not _positive(value):
-            raise _fail(path, f"{key}[{expression[:60]!r}]", value, "a positive number")
+        _check_number(key, value, path, f"{key}[{expression[:60]!r}]")
         patterns.matches(expression, "", f"{path}: {key} {expression[:60]!r}", AdapterError)
     return {expression: float(value) for expression, value in found.items()}
 
@@ -188,13 +189,14 @@ def _tokens(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
     return {name.rpartition(".")[2]: tuple(rows) for name, rows in found.items()}
 
 
-def _positive(value: Any) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value > 0
-    )
+def _check_number(key: str, value: Any, path: Path, where: str) -> None:
+    """Raise `AdapterError` unless a rank is a whole number and an alpha one that FP32 can hold."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key in ("r", "rank_pattern"):
+        if not (number and 1 <= value <= MAX_RANK and value == int(value)):
+            raise _fail(path, where, value, f"a whole number from 1 to {MAX_RANK:,}")
+    elif not (number and 1 / MAX_ALPHA <= value <= MAX_ALPHA):
+        raise _fail(path, where, value, f"a number from {1 / MAX_ALPHA:g} to {MAX_ALPHA:g}")
 
 
 def _fail(path: Path, key: str, value: Any, expected: str) -> AdapterError:

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from beamq.adapter.config import CONFIG_NAME
-from beamq.adapter.merged import WEIGHTS_NAME, merge_adapter, open_adapter, part_counts
+from beamq.adapter.merged import merge_adapter, open_adapter, part_counts
 from beamq.adapter.options import PackedKeywords, PackedOptions
-from beamq.adapter.read import named_parts
+from beamq.adapter.read import WEIGHTS_NAME, named_parts
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import expected_tensors
 from beamq.errors import AdapterError
 from beamq.io.checkpoint import open_checkpoint, open_files
+from beamq.io.companions import WEIGHT_SUFFIXES
 from beamq.options import from_keywords, takes
 from beamq.units import short_repr
 
@@ -59,9 +60,14 @@ class AdapterInspection:
 
 
 def is_adapter(place: str | Path) -> bool:
-    """Whether a folder, or a repository on the Hub, holds an adapter and no whole model."""
+    """Whether a folder, or a repository on the Hub, holds an adapter and no whole model. Trainers
+    may leave the base's config.json beside an adapter."""
     with closing(open_files(place)) as files:
-        return files.has(CONFIG_NAME) and not files.has("config.json")
+        weights = [name for name in files.names() if name.endswith(WEIGHT_SUFFIXES)]
+        alone = all(name.startswith("adapter_model.") for name in weights)
+        return files.has(CONFIG_NAME) and (
+            not files.has("config.json") or (alone and bool(weights))
+        )
 
 
 @takes(PackedOptions)

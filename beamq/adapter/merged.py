@@ -20,14 +20,16 @@ import hashlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
+from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from beamq.adapter.config import CONFIG_NAME, AdapterConfig, read_adapter_config
 from beamq.adapter.options import AdapterOptions
 from beamq.adapter.read import (
+    WEIGHTS_NAME,
     Assignment,
     Factor,
     Layout,
@@ -53,7 +55,7 @@ from beamq.units import show_seconds
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS_NAME = "adapter_model.safetensors"
+TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 PIECE_BYTES = 1 << 24
 HELD_TENSORS = 3  # packed pairs of experts: two of a layer, and one of the next
 NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a sum is
@@ -83,7 +85,11 @@ def open_adapter(adapter: str | Path) -> Adapter:
     files = open_files(adapter, cache_bytes=1 << 62)
     try:
         if not files.has(CONFIG_NAME):
-            raise AdapterError(f"{files.name}: no {CONFIG_NAME}; expected the folder of an adapter")
+            why = "; it holds a model: are SOURCE and ADAPTER swapped?"
+            raise AdapterError(
+                f"{files.name}: no {CONFIG_NAME}; expected the folder of an adapter"
+                + (why if files.has("config.json") else "")
+            )
         config = read_adapter_config(files.path(CONFIG_NAME))
         if not files.has(WEIGHTS_NAME):
             pickles = [name for name in files.names() if name.endswith((".bin", ".pt"))]
@@ -225,6 +231,7 @@ class MergedFiles(SourceFiles):
     def _record(self) -> dict[str, Any]:
         """What beamq.json, the card and the plan say of the adapter."""
         found, config = self.assignment, self.adapter.config
+        notes = [*found.notes, *_own_texts(self.inner, self.adapter.files)]
         scalings = Counter(
             (each.rank, each.scaling)
             for each in found.updates.values()
@@ -244,7 +251,7 @@ class MergedFiles(SourceFiles):
             if form is None
             else {"layout": form.layout, "order": form.order, "decided_by": form.reason},
             "parts": part_counts(found.updates),
-            "notes": list(found.notes),
+            "notes": notes,
         }
 
     # --- files -----------------------------------------------------------------------------------
@@ -281,7 +288,13 @@ class MergedFiles(SourceFiles):
         return self.inner.stamp(shards)
 
     def changed(self) -> str | None:
-        return self.inner.changed() or self.adapter.files.changed()
+        """A shard of the source. Raises `AdapterError` where the adapter has changed."""
+        if (file := self.adapter.files.changed()) is not None:
+            raise AdapterError(
+                f"{self.adapter.files.name}/{file}: changed while it was read, so the output would"
+                " mix two adapters; do not change it during a run, and start again with --overwrite"
+            )
+        return self.inner.changed()
 
     def close(self) -> None:
         self.inner.close()
@@ -534,6 +547,21 @@ def merged_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
             f" {form['order']} in B (decided by: {form['decided_by']})"
         )
     return (*said, *merged["notes"])
+
+
+def _own_texts(source: SourceFiles, adapter: SourceFiles) -> list[str]:
+    """A note where a trainer saved another tokenizer or chat template beside the adapter."""
+    others = []
+    for name in sorted(set(TEXT_FILES) & set(adapter.names())):
+        with suppress(OSError):  # a link that points nowhere
+            if not source.has(name) or not cmp(adapter.path(name), source.path(name), False):
+                others.append(name)
+    if not others:
+        return []
+    return [
+        f"the adapter's folder has {few(others)}, which the source lacks or has with other content;"
+        " the output gets the source's files: copy those that the fine-tuned model needs"
+    ]
 
 
 CORE_FLOPS = 25e9  # of `add_low_rank` at rank 16; see docs/results.md

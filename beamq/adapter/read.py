@@ -31,6 +31,7 @@ from beamq.io.safetensors_header import TensorSpec
 
 FLOATS = ("F32", "BF16", "F16")
 PREFIX = "base_model.model."
+WEIGHTS_NAME = "adapter_model.safetensors"
 Layout = Literal["new", "old"]
 Order = Literal["fastest", "slowest"]
 
@@ -100,8 +101,9 @@ _PAIR = re.compile(r"(.+)\.lora_(?:(embedding)_)?([AB])(?:\.weight)?")
 _VECTOR = re.compile(r"(.+)\.lora_magnitude_vector(?:\.weight)?")
 _TOKENS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta")
 _COPY = re.compile(r"(model\.embed_tokens|lm_head)\.base_layer\.weight")
-_PACKED = re.compile(r"model\.layers\.(\d{1,5})\.mlp\.experts(\.base_layer)?")
-_SHARED = re.compile(r"(model\.layers\.\d{1,5}\.mlp\.experts)\.(gate_proj|up_proj|down_proj)")
+_PACKED = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,4})\.mlp\.experts(\.base_layer)?")
+_SHARED = re.compile(r"(model\.layers\.[0-9]{1,5}\.mlp\.experts)\.(gate_proj|up_proj|down_proj)")
+_LIVE = re.compile(r".+\.lora_(?:embedding_)?[AB]\.([^.]+)(?:\.weight)?")
 
 
 Pair = dict[str, TensorSpec]
@@ -157,6 +159,11 @@ def _sorted_out(specs: Iterable[TensorSpec]) -> _Tensors:
             put(found.tokens, token[1], spec)
         elif copy := _COPY.fullmatch(name):
             put(found.copies, f"{copy[1]}.weight", spec)
+        elif live := _LIVE.fullmatch(name):
+            raise AdapterError(
+                f"{spec.name}: the name holds that of an adapter ({live[1]}), as in a model's own"
+                " state dict; save the adapter with PEFT's save_pretrained, which removes it"
+            )
         else:
             put(found.plain, name, spec)
     return found
@@ -198,6 +205,10 @@ class _Assigner:
         for module, spec in self.tensors.magnitudes.items():
             raise AdapterError(
                 f"{spec.name}: {module} has no lora_A and lora_B; is the file whole?"
+            )
+        if not self.updates:
+            raise AdapterError(
+                f"{WEIGHTS_NAME} changes no weight of the model; was the adapter saved whole?"
             )
         self._note_parts()
         return Assignment(
@@ -298,9 +309,11 @@ class _Assigner:
         """Check the rank of an update. Raises `AdapterError`."""
         expected = self.adapter.expected_rank(scaled)
         if rank != expected:
+            packed = _PACKED.fullmatch(scaled.rpartition(".")[0]) is not None
+            why = "; are experts missing, as in one rank's part of them?" if packed else ""
             raise AdapterError(
                 f"{a.name}: shape {list(a.shape)} is of rank {rank}, but the config gives"
-                f" {scaled} rank {expected}; are experts missing, as in one rank's part of them?"
+                f" {scaled} rank {expected}{why}"
             )
         if keys := self.adapter.ambiguous(scaled):
             self._note(
@@ -406,7 +419,10 @@ class _Assigner:
         """The updates of all experts' halves from one packed pair."""
         a, b, experts = pair["A"], pair["B"], self.model.num_experts
         prefix = f"model.layers.{layer}.mlp.experts"
-        if f"{prefix}.base_layer" in self.tensors.magnitudes or self.adapter.use_dora:
+        if self.adapter.use_dora or self.tensors.magnitudes.keys() & {
+            prefix,
+            f"{prefix}.base_layer",
+        }:
             raise AdapterError(f"{a.name}: DoRA on packed experts has no definition")
         total = a.shape[0]
         if total % experts or b.shape != (b.shape[0], total):
@@ -442,7 +458,7 @@ class _Assigner:
         if classify(name).role not in (Role.EMBEDDING, Role.HEAD) or name not in self.shapes:
             raise AdapterError(f"{spec.name}: {module} is neither the embedding nor the head")
         rows, width = self.shapes[name]
-        if spec.shape != (len(tokens), width) or len(set(tokens)) != len(tokens):
+        if not tokens or spec.shape != (len(tokens), width) or len(set(tokens)) != len(tokens):
             raise AdapterError(
                 f"{spec.name}: shape {list(spec.shape)}, but trainable_token_indices lists"
                 f" {counted(len(set(tokens)), 'token')} and a row has {width} values"
@@ -466,7 +482,8 @@ class _Assigner:
                 " place in the model"
             )
         if spec.shape != shape:
-            why = "; a resized vocabulary needs a resized model" if role.layer is None else ""
+            ends = role.role in (Role.EMBEDDING, Role.HEAD)
+            why = "; a resized vocabulary needs a resized model" if ends else ""
             raise AdapterError(
                 f"{spec.name}: shape {list(spec.shape)}, but the model's is {list(shape)}{why}"
             )

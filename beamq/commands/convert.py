@@ -64,7 +64,7 @@ def quantize(
         screen.say(*coverage_blocks(result.stats))
     screen.show(
         lambda: quantize_data(result, source, dry_run=options.dry_run),
-        lambda: quantize_blocks(result, source, dry_run=options.dry_run),
+        lambda: quantize_blocks(result, source, adapter, dry_run=options.dry_run),
     )
 
 
@@ -183,7 +183,9 @@ def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict
     }
 
 
-def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> list[Block]:
+def quantize_blocks(
+    result: QuantizeResult, source: str, adapter: AdapterOptions, *, dry_run: bool
+) -> list[Block]:
     """The result table and what to do next."""
     from beamq.report.console import Command
     from beamq.report.tables import Table, format_name
@@ -220,8 +222,11 @@ def quantize_blocks(result: QuantizeResult, source: str, *, dry_run: bool) -> li
             "The card names no base model: before you publish, write base_model: org/name into"
             " README.md's metadata, or give --base-model."
         )
-    verify = shlex.join(["beamq", "verify", str(result.output), "--source", source])
-    return [Table(rows=rows), "", *missing, Command(f"next: {verify}")]
+    verify = ["beamq", "verify", str(result.output), "--source", source]
+    for key, value in vars(adapter).items():
+        if value is not None:
+            verify += [f"--{key.replace('_', '-')}", str(value)]
+    return [Table(rows=rows), "", *missing, Command(f"next: {shlex.join(verify)}")]
 
 
 def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:

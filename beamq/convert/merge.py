@@ -93,7 +93,7 @@ def merge(
     events = from_keywords(MergeEvents, keywords)
     output, ranks = user_path(output), current_ranks()
     threads = options.workers or default_workers()
-    output_folder.check_places(source, output)
+    output_folder.check_places(source, output, adapter)
     how = AdapterOptions(
         adapter=adapter,
         expert_lora_layout=options.expert_lora_layout,

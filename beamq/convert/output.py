@@ -35,8 +35,14 @@ OTHER_FILES_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and j
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-def check_places(source: str | Path, output: Path) -> None:
-    """Raise `UsageError` when source and output overlap."""
+def check_places(source: str | Path, output: Path, adapter: str | Path | None = None) -> None:
+    """Raise `UsageError` when source and output overlap, or the adapter is in the output."""
+    if adapter is not None and hub_source(adapter) is None:
+        place = user_path(adapter).resolve()
+        if output.resolve() in (place, *place.parents):
+            raise UsageError(
+                f"output {output} holds the adapter {adapter}; choose a separate folder"
+            )
     if hub_source(source) is not None:
         return
     source = user_path(source)

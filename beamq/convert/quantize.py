@@ -124,12 +124,13 @@ def quantize(
     check_base_model(options.base_model)
     recipe = load_recipe(options.recipe) if isinstance(options.recipe, str) else options.recipe
     recipe = recipe.with_options(exclude=tuple(options.exclude), kv_cache=options.kv_cache)
-    output_folder.check_places(source, output)
+    how = from_keywords(AdapterOptions, keywords)
+    output_folder.check_places(source, output, how.adapter)
     with ExitStack() as stack:
         checkpoint, plan = open_run(
             stack, source, output, options, ranks,
             lambda opened: make_plan(opened, recipe, max_shard_bytes=options.max_shard_bytes),
-            from_keywords(AdapterOptions, keywords),
+            how,
         )  # fmt: skip
         result = _convert(checkpoint, plan, output, options, events, ranks)
     return replace(result, seconds=time.monotonic() - begun)

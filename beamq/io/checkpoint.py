@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -130,7 +130,7 @@ class Checkpoint:
         """A text that changes when the files change.
 
         For a folder a SHA-256 over config, names, dtypes, shapes, offsets, file sizes and
-        modification times; for a repository its name and commit. A merged adapter's digest follows.
+        modification times; for a repository its name and commit. What is merged into it follows.
         """
         stamp = self.source.stamp(self.files)
         if not stamp.startswith(HUB_STAMP):
@@ -138,8 +138,8 @@ class Checkpoint:
             digest.update(stamp.encode())
             digest.update(self.layout_digest().encode())
             stamp = digest.hexdigest()
-        merged = self.source.merged
-        return stamp if merged is None else f"{stamp}{ADAPTER_STAMP}{merged['digest']}"
+        merged = _merged_stamp(self.source.merged)
+        return f"{stamp}{ADAPTER_STAMP}{merged}" if merged else stamp
 
     def layout_digest(self) -> str:
         """SHA-256 over every tensor's name, dtype, shape and place; the same on any machine."""
@@ -156,8 +156,7 @@ class Checkpoint:
         reads for a 501B model. Copies and other shardings have the same digest.
         """
         digest = hashlib.sha256()
-        if self.source.merged is not None:  # samples may miss what an adapter changes
-            digest.update(str(self.source.merged["digest"]).encode())
+        digest.update(_merged_stamp(self.source.merged).encode())  # samples may miss what changes
         specs = [self.tensors[name] for name in sorted(self.tensors)]
         sampled = [
             ".experts." not in spec.name or position % 16 == 0
@@ -195,6 +194,14 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _merged_stamp(merged: Mapping[str, Any] | None) -> str:
+    """The adapter in a record, and how its packed experts are read; "" where there is none."""
+    if merged is None:
+        return ""
+    packed = merged["packed_experts"] or {}
+    return "-".join([merged["digest"], *(packed[key] for key in ("layout", "order") if packed)])
 
 
 def _middle(spec: TensorSpec) -> tuple[TensorSpec, int, int]:

@@ -165,7 +165,7 @@ def _changed_source(recorded: str, current: str) -> str:
         text.partition(ADAPTER_STAMP) for text in (recorded, current)
     )
     if recorded == current and merged != now:
-        return "another --adapter"
+        return "another --adapter, or another reading of its packed experts (--expert-lora options)"
     if not recorded.startswith(HUB_STAMP):
         return _MEANING["source"]
     was, now = recorded.removeprefix(HUB_STAMP), current.removeprefix(HUB_STAMP)
@@ -249,10 +249,12 @@ def _command(root: Path) -> str:
         journal = read_small(root / STATE_DIR / FIRST_JOURNAL, CheckpointError, MAX_JOURNAL_BYTES)
         identity = parse_json(journal.partition(b"\n")[0])
     identity = identity if isinstance(identity, dict) else {}
-    verb = "dequantize" if identity.get("recipe") == "dequantize" else "quantize"
+    recipe = identity.get("recipe")
+    verb = str(recipe) if recipe in ("dequantize", "merge") else "quantize"
     source, adapter, _ = str(identity.get("source")).partition(ADAPTER_STAMP)
     named = "SOURCE"
     if source.startswith(HUB_STAMP):
         named = shlex.quote(source.removeprefix(HUB_STAMP))
-    merged = " --adapter ADAPTER" if adapter else ""
-    return f"beamq {verb} {named} {shlex.quote(str(root))}{merged} --resume"
+    before = " ADAPTER" if verb == "merge" else ""
+    after = " --adapter ADAPTER" if adapter and not before else ""
+    return f"beamq {verb} {named}{before} {shlex.quote(str(root))}{after} --resume"

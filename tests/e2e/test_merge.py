@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 import beamq
+from beamq.adapter.inspect import is_adapter
 from beamq.adapter.merged import merge_adapter, open_adapter
-from beamq.errors import AdapterError, Interrupted, ResumeError, UsageError
+from beamq.errors import AdapterError, CheckpointError, Interrupted, ResumeError, UsageError
 from beamq.eval.compare.adapter_effect import _Reader
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.manifest import Manifest
@@ -61,7 +64,7 @@ def test_a_merged_folder_verifies_against_source_and_adapter(
     assert report.check("source.copied").status == "pass"
     other = beamq.verify(merged, source=beam_nano, adapter=adapters / "attention")
     assert [check.name for check in other.failures] == ["source.copied"]
-    with pytest.raises(UsageError, match="not quantized"):
+    with pytest.raises(UsageError, match="is without it; give --adapter"):
         beamq.verify(merged, source=beam_nano)
     with pytest.raises(UsageError, match="merged into the source"):
         beamq.verify(merged, adapter=adapters / ADAPTED)
@@ -189,6 +192,59 @@ def test_a_resumed_run_refuses_another_adapter(
     assert weights(output) == weights(tmp_path / "whole")
 
 
+def test_a_resumed_run_refuses_another_reading_of_packed_experts(
+    beam_nano: Path, adapters: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Any) -> None:
+        raise KeyboardInterrupt
+
+    output, how = tmp_path / "out", {"max_shard_bytes": 600_000, "workers": 1}
+    with pytest.raises((KeyboardInterrupt, Interrupted)):
+        beamq.merge(beam_nano, adapters / ADAPTED, output, on_progress=stop, **how)
+    with pytest.raises(CheckpointError, match=r"beamq merge SOURCE ADAPTER .*/out --resume"):
+        beamq.verify(output)
+    other: dict[str, Any] = {"resume": True, "expert_lora_order": "slowest", **how}
+    with pytest.raises(ResumeError, match="--expert-lora options"):
+        beamq.merge(beam_nano, adapters / ADAPTED, output, **other)
+    beamq.merge(beam_nano, adapters / ADAPTED, output, resume=True, **how)
+
+
+def test_what_comes_next_after_an_adapter(
+    zygote: Zygote, nano_copy: Path, adapters: Path, tmp_path: Path
+) -> None:
+    """The command that `quantize` prints passes; without the adapter, `verify` asks for it; the
+    merged model, whose card is its own, does as a source."""
+    (nano_copy / "README.md").write_text("# A model\n")
+    adapter, output, merged = adapters / "attention", tmp_path / "out", tmp_path / "merged"
+    ran = zygote.run("quantize", nano_copy, output, "--adapter", adapter, "--recipe", "fp8")
+    follow = shlex.split(ran.out.split("next: beamq ")[1])
+    assert follow[-2:] == ["--adapter", str(adapter)]
+    assert zygote.run(*follow).code == 0
+    with pytest.raises(UsageError, match=r"adapter 'attention' is merged in.* give --adapter"):
+        beamq.verify(output, source=nano_copy)
+    beamq.merge(nano_copy, adapter, merged)
+    report = beamq.verify(output, source=merged)
+    assert report.ok, report.failures
+
+
+def test_an_output_that_holds_the_adapter_is_refused(
+    beam_nano: Path, adapters: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    beamq.merge(beam_nano, adapters / "attention", output)
+    inside = output / "adapter"
+    shutil.copytree(adapters / "attention", inside)
+    before = digests(output)
+    for run in (
+        lambda: beamq.merge(beam_nano, inside, output, overwrite=True),
+        lambda: beamq.merge(beam_nano, inside, inside),
+        lambda: beamq.quantize(beam_nano, output, adapter=inside, recipe="fp8", overwrite=True),
+    ):
+        with pytest.raises(UsageError, match="holds the adapter"):
+            run()
+    assert digests(output) == before
+
+
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     made = Zygote(tmp_path_factory.mktemp("zygote"), "torch")
@@ -252,6 +308,11 @@ def test_inspect_counts_parts_and_says_what_would_be_refused(
     assert seen.packed_experts is not None
     assert (seen.packed_experts["layout"], seen.refused) == ("new", None)
     assert any("not the attention gates" in note for note in seen.notes)
+    both = tmp_path / "both"
+    shutil.copytree(adapters / "attention", both)
+    shutil.copy(beam_nano / "config.json", both)
+    assert is_adapter(both)
+    assert not is_adapter(beam_nano)
     alone = beamq.inspect_adapter(adapters / ADAPTED)
     assert {part.part: part.weights for part in alone.parts}["packed experts"] is None
     pissa = changed(

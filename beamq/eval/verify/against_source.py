@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.errors import TensorError, UsageError
+from beamq.errors import TensorError, UsageError, shown_value
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
 from beamq.eval.verify.folder import (
     LARGEST_GLOBAL,
@@ -29,7 +29,7 @@ from beamq.eval.verify.folder import (
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.companions import companion_files, restored_name
-from beamq.io.manifest import file_checksum
+from beamq.io.manifest import Manifest, file_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange, map_sources, whole_range
@@ -192,11 +192,34 @@ def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Le
             ledger.fault("source.config", key, f"is {here!r}, but {there!r} in the source")
 
 
+def refuse_without_adapter(folder: Folder, source: Checkpoint) -> None:
+    """Raise `UsageError` for a folder made with an adapter, and a source without it."""
+    made_with = _adapter(folder.manifest)
+    if made_with is None:
+        return
+    merged = _adapter(Manifest.of(source.source))
+    if merged is not None and merged.get("digest") == made_with.get("digest"):
+        return
+    raise UsageError(
+        f"{folder.root}: beamq.json says that the adapter {shown_value(made_with.get('name'))} is"
+        f" merged in, and --source {source.name} is without it; give --adapter ADAPTER, or the"
+        " merged model as --source"
+    )
+
+
+def _adapter(manifest: Manifest | None) -> Mapping[str, Any] | None:
+    found = None if manifest is None else manifest.data.get("adapter")
+    return found if isinstance(found, dict) else None
+
+
 def _check_files(
     folder: Folder, source: Checkpoint, targets: Mapping[str, str], ledger: Ledger
 ) -> None:
     """Tokenizer, templates and the like. `targets` maps their names in the source to ours."""
     check = "source.files"
+    if _adapter(folder.manifest) is not None and _adapter(Manifest.of(source.source)) is not None:
+        # A folder made with an adapter has the base's model card, a merged source has its own.
+        targets = {name: here for name, here in targets.items() if not name.startswith("README")}
     ledger.examined(check, len(targets))
     for name, here in targets.items():
         target = folder.root / here

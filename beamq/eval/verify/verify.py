@@ -28,7 +28,12 @@ from beamq.adapter.merged import open_merged
 from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.calib.options import WORKERS
 from beamq.errors import CheckpointError, UsageError
-from beamq.eval.verify.against_source import DecodedCheckpoint, trace_decoded, trace_source
+from beamq.eval.verify.against_source import (
+    DecodedCheckpoint,
+    refuse_without_adapter,
+    trace_decoded,
+    trace_source,
+)
 from beamq.eval.verify.checks import CHECKS, ENGINES, Ledger, RoleError, VerifyReport
 from beamq.eval.verify.checksums import Readers, check_shards, check_sums, usable_manifest
 from beamq.eval.verify.config_files import (
@@ -181,6 +186,8 @@ class _Pass:
             cache_bytes = DEFAULT_CACHE_BYTES // self.readers.ranks.world
             origin = open_merged(self.source, self.adapter, cache_bytes=cache_bytes)
             values = self.origin = self.stack.enter_context(origin)
+            if self.adapter.adapter is None:
+                refuse_without_adapter(folder, origin)
             # A plain folder is decoded from a quantized source, or merged from a plain one.
             if folder.plain and self.adapter.adapter is None:
                 values = decoded = DecodedCheckpoint(origin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from beamq.adapter.merged import MergedFiles, open_adapter
+from beamq.adapter.merged import MergedFiles, merged_notes, open_adapter
 from beamq.beam.config import BeamConfig
 from beamq.errors import AdapterError, TensorError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
@@ -352,7 +353,7 @@ def test_tied_embeddings_and_quantized_sources_are_refused(nano_copy: Path, adap
 
 
 def test_what_is_no_adapter_says_so(beam_nano: Path, adapters: Path, tmp_path: Path) -> None:
-    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json.*swapped"):
         open_adapter(beam_nano)
     folder = tmp_path / "pickled"
     folder.mkdir()
@@ -362,6 +363,43 @@ def test_what_is_no_adapter_says_so(beam_nano: Path, adapters: Path, tmp_path: P
     (folder / "adapter_model.bin").write_bytes(b"never read")
     with pytest.raises(AdapterError, match=r"only pickle files \(adapter_model\.bin\)"):
         open_adapter(folder)
+
+
+def test_an_adapter_that_changes_while_it_is_read_is_named(
+    beam_nano: Path, adapters: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters / "attention", folder)
+    checkpoint = merged(beam_nano, folder)
+    checkpoint.read(f"{Q}.weight")
+    checkpoint.check_unchanged()
+    os.utime(folder / "adapter_model.safetensors", (1, 1))
+    with pytest.raises(AdapterError, match=rf"{folder}/adapter_model\.safetensors: changed while"):
+        checkpoint.check_unchanged()
+
+
+def test_a_tokenizer_beside_the_adapter_is_pointed_out(
+    beam_nano: Path, adapters: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(adapters / "attention", folder)
+    shutil.copy(beam_nano / "tokenizer.json", folder)
+    assert merged_notes(merged(beam_nano, folder))[1:] == ()
+    (folder / "chat_template.jinja").write_text("another")
+    (folder / "tokenizer_config.json").symlink_to("nowhere")
+    notes = merged_notes(merged(beam_nano, folder))
+    assert "the adapter's folder has chat_template.jinja, which the source" in notes[1]
+
+
+def test_the_fingerprint_tells_how_packed_experts_are_read(beam_nano: Path, adapters: Path) -> None:
+    """Else `--resume` would mix two readings of one file, and statistics of one serve the other."""
+    adapter = adapters / "usual-seven-0.21.2"
+    plain, same, other = (
+        merged(beam_nano, adapter, **how)
+        for how in ({}, {"order": "fastest", "layout": "new"}, {"order": "slowest"})
+    )
+    assert plain.fingerprint() == same.fingerprint() != other.fingerprint()
+    assert plain.content_digest() == same.content_digest() != other.content_digest()
 
 
 def test_the_digest_is_of_all_content(adapters: Path, tmp_path: Path) -> None:

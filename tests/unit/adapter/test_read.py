@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,51 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     message = refused(beam_nano, changed(adapters / of, tmp_path / "adapter", change))
     assert any(word in message for word in words.split("|")), message
+
+
+def second_spelling_of_layer_4(config: dict[str, Any], tensors: Tensors) -> None:
+    """Packed experts of layer 4 once more, as those of layer 04."""
+    for name in [name for name in tensors if ".layers.4.mlp.experts" in name]:
+        tensors[name.replace(".4.", ".04.")] = tensors[name] * 2
+
+
+DORA_ON_DOWN = {
+    f"{EXPERTS}.lora_A.weight": torch.ones(32, 64),
+    f"{EXPERTS}.lora_B.weight": torch.ones(128, 32),
+    f"{EXPERTS}.lora_magnitude_vector": torch.ones(128),
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({}, "changes no weight of the model"),
+        (
+            {"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(0, 128)},
+            "lists 0 tokens",
+        ),
+        (DORA_ON_DOWN, "DoRA on packed experts"),
+        ({"model.norm.weight": torch.tensor(1.0)}, r"the model's is \[128\]$"),
+        (pair(Q, 128, 128, rank=3), f"{Q} rank 2$"),
+        (
+            {n.replace(".weight", ".default.weight"): t for n, t in pair(Q, 128, 128).items()},
+            r"adapter \(default\).*save_pretrained",
+        ),
+    ],
+)
+def test_a_small_file_that_does_not_fit(
+    tensors: Tensors, words: str, beam_nano: Path, tmp_path: Path
+) -> None:
+    adapter = made(tmp_path / "adapter", tensors, target_parameters=["down_proj"])
+    assert re.search(words, refused(beam_nano, adapter)), refused(beam_nano, adapter)
+
+
+def test_two_spellings_of_a_layer_do_not_replace_each_other(
+    beam_nano: Path, adapters: Path, tmp_path: Path
+) -> None:
+    of = adapters / "usual-seven-0.21.2"
+    adapter = changed(of, tmp_path / "adapter", second_spelling_of_layer_4)
+    assert "the model has no linear model.layers.04." in refused(beam_nano, adapter)
 
 
 def test_some_experts_one_by_one_are_refused(beam_nano: Path, tmp_path: Path) -> None:
