@@ -132,7 +132,9 @@ class LocalFiles(SourceFiles):
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
-            raise CheckpointError(f"{root}: no such folder; expected a checkpoint folder")
+            raise CheckpointError(
+                f"{root}: no such folder; expected the folder of a checkpoint or an adapter"
+            )
         inside = root.name == "snapshots" and root.parent.name.startswith("models--")
         snapshots = root if inside else root / "snapshots"
         if snapshots.is_dir() and not (root / "config.json").exists():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import beamq
 from beamq.adapter.inspect import is_adapter
@@ -68,6 +69,25 @@ def test_a_merged_folder_verifies_against_source_and_adapter(
         beamq.verify(merged, source=beam_nano)
     with pytest.raises(UsageError, match="merged into the source"):
         beamq.verify(merged, adapter=adapters / ADAPTED)
+
+
+def test_a_merged_f16_model_verifies(nano_copy: Path, adapters: Path, tmp_path: Path) -> None:
+    """`merge` keeps the source's dtype, alone among the commands that write a model."""
+    config = json.loads((nano_copy / "config.json").read_text())
+    (nano_copy / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    tensors = {
+        name: tensor.half() if tensor.dtype == torch.bfloat16 else tensor
+        for name, tensor in load_file(nano_copy / "model.safetensors").items()
+    }
+    save_file(tensors, nano_copy / "model.safetensors", metadata={"format": "pt"})
+    adapter, output = adapters / "attention", tmp_path / "out"
+    beamq.merge(nano_copy, adapter, output)
+    report = beamq.verify(output, source=nano_copy, adapter=adapter)
+    assert report.ok, report.failures
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    failed = [check.name for check in beamq.verify(output, level="structure").failures]
+    assert "tensors.dtype" in failed
 
 
 @pytest.mark.parametrize("name", [ADAPTED, "attention-gate-dense", "dora-attention"])

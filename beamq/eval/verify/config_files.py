@@ -78,7 +78,7 @@ def plain_dtype(folder: Folder) -> Any:
 def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
     """Everything under `config.*` but the declaration itself and the ignore list."""
     ledger.examined("config.dtype")
-    if not folder.plain or folder.manifest is not None:
+    if not folder.plain or not folder.any_float:
         ledger.expect("config.dtype", "dtype", folder.raw_config.get("dtype"), "bfloat16")
     elif (dtype := plain_dtype(folder)) not in PLAIN:
         ledger.fault("config.dtype", "dtype", f"is {dtype!r}, expected one of {', '.join(PLAIN)}")

@@ -101,6 +101,12 @@ class Folder:
         return block if isinstance(block, dict) else None
 
     @property
+    def any_float(self) -> bool:
+        """Whether its weights may be F16 or F32: no BF16 that beamq wrote, but a source, or one
+        with an adapter merged in."""
+        return self.manifest is None or self.manifest.data.get("made_by") == "merge"
+
+    @property
     def weight_map(self) -> dict[str, Any]:
         """Tensor -> file as the index has it; empty without an index."""
         entries = (self.index or {}).get("weight_map")
@@ -392,8 +398,7 @@ class Sorter:
         self._format = fmt
         self._ledger = ledger
         self._left = dict(folder.tensors)
-        # beamq writes BF16; only a source may have another float.
-        self._float = "BF16" if folder.manifest is not None else _FLOATS.get(fmt, "BF16")
+        self._float = _FLOATS.get(fmt, "BF16") if folder.any_float else "BF16"
         self._inventory = Inventory()
 
     def sort(self) -> Inventory:
