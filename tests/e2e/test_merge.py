@@ -245,6 +245,9 @@ def test_what_comes_next_after_an_adapter(
     beamq.merge(nano_copy, adapter, merged)
     report = beamq.verify(output, source=merged)
     assert report.ok, report.failures
+    for source, said in ((nano_copy, True), (merged, False)):
+        found = beamq.compare(source, output, samples=1, sequence_length=32).candidates[0]
+        assert any("--adapter merges it" in note for note in found.notes) is said
 
 
 def test_an_output_that_holds_the_adapter_is_refused(

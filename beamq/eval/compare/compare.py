@@ -31,7 +31,7 @@ from beamq.beam.config import BeamConfig
 from beamq.calib.data import default_text, ids_digest, load_calibration_data
 from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
-from beamq.errors import BeamqError, UsageError
+from beamq.errors import BeamqError, UsageError, shown_value
 from beamq.eval.compare.adapter_effect import adapter_effects, effect_notes
 from beamq.eval.compare.findings import Findings, limits_for
 from beamq.eval.compare.footprint import (
@@ -313,6 +313,12 @@ def _candidate(
     )
 
 
+def _adapter_digest(model: _Opened) -> Any:
+    """That of the adapter which beamq.json says is merged in."""
+    found = None if model.manifest is None else model.manifest.data.get("adapter")
+    return found.get("digest") if isinstance(found, dict) else None
+
+
 # --- the notes of a candidate ---------------------------------------------------------------
 
 
@@ -324,6 +330,13 @@ def _notes(
         notes.append(f"its tensors were not checked against beamq.json: {unchecked}")
     if changed := _changed_files(other.checkpoint, other.manifest):
         notes.append(f"{listed(changed)} changed since beamq.json was written")
+    made_with = None if other.manifest is None else other.manifest.data.get("adapter")
+    plain = base.checkpoint.source.merged is None
+    if isinstance(made_with, dict) and plain and _adapter_digest(base) != made_with.get("digest"):
+        notes.append(
+            f"the adapter {shown_value(made_with.get('name'))} is merged into it and not into the"
+            " source, so that all figures contain the update; --adapter merges it into the source"
+        )
     scales = other.model.input_scales
     if scales and scales.startswith("not calibrated"):
         notes.append(scales)
