@@ -25,13 +25,13 @@ from benchmarks.make_slice import TINY
 RUN_BY = {
     "here": {
         "calibrate_cpu", "compare_cpu", "convert", "conversion_table", "forward_cpu",
-        "kernels_cpu", "make_slice", "measuring", "numba_nvfp4", "peer_llmcompressor",
-        "plain_copy", "quality", "scaling_gpu", "scaling_worker", "verify_speed",
+        "kernels_cpu", "make_slice", "measuring", "merge", "numba_nvfp4", "peer_llmcompressor",
+        "peer_peft", "plain_copy", "quality", "scaling_gpu", "scaling_worker", "verify_speed",
     },
     "test_convert_gpu.py": {"convert_gpu", "conversion_stages"},
     "test_gpu_benchmarks.py": {
         "calibrate_gpu", "forward_gpu", "gemm_gpu", "gpu_suite", "gpu_timing", "kernels_gpu",
-        "random_layer", "rounding_gpu",
+        "random_layer", "rounding_gpu", "stream_gpu",
     },
     "test_plan_full_size.py": {"make_full_size"},
 }  # fmt: skip
