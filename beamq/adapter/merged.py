@@ -20,11 +20,15 @@ import hashlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from beamq.adapter.config import CONFIG_NAME, AdapterConfig, read_adapter_config
 from beamq.adapter.options import AdapterOptions
@@ -55,8 +59,10 @@ from beamq.units import show_seconds
 if TYPE_CHECKING:
     import torch
 
+Floats = NDArray[np.float32]
 TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 PIECE_BYTES = 1 << 24
+MAX_READERS = 16
 HELD_TENSORS = 3  # packed pairs of experts: two of a layer, and one of the next
 NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a sum is
 
@@ -115,18 +121,27 @@ def open_adapter(adapter: str | Path) -> Adapter:
 
 
 def _digest(files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]) -> str:
-    """SHA-256 over the config and all tensors. Raises `AdapterError` for a value not finite."""
-    digest = hashlib.sha256(config)
-    for spec in tensors:
-        digest.update(f"\n{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
+    """SHA-256 over the config and each tensor's own. Raises `AdapterError` for a value not finite.
+
+    Tensors are read by several threads: an adapter of all experts has some 2% of the model's bytes.
+    """
+
+    def own(spec: TensorSpec) -> bytes:
+        found = hashlib.sha256(f"{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
         for start in range(0, spec.nbytes, PIECE_BYTES):
-            piece = bytearray(min(PIECE_BYTES, spec.nbytes - start))
-            files.read(spec.file, spec.offset + start, memoryview(piece), spec.name)
-            digest.update(piece)
+            piece = _bytes(np.empty(min(PIECE_BYTES, spec.nbytes - start), np.uint8))
+            files.read(spec.file, spec.offset + start, piece, spec.name)
+            found.update(piece)
             if spec.dtype in FLOAT_SOURCES and cpu.amax(piece, spec.dtype).nonfinite:
                 raise AdapterError(
                     f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
                 )
+        return found.digest()
+
+    digest = hashlib.sha256(config)
+    with ThreadPoolExecutor(min(usable_cores(), MAX_READERS)) as pool:
+        for each in pool.map(own, tensors):
+            digest.update(each)
     return digest.hexdigest()
 
 
@@ -194,8 +209,8 @@ class DeviceUpdate:
     """`base` to read a weight from, and what to add to it: scaling B A, FP32 [r, K] and [N, r]."""
 
     base: Checkpoint
-    a: torch.Tensor
-    b: torch.Tensor
+    a: Floats
+    b: Floats
     scaling: float
 
 
@@ -218,7 +233,7 @@ class MergedFiles(SourceFiles):
         self.merged_tensors = {name: self._merged_spec(spec) for name, spec in self._stored.items()}
         self.merged = self._record()
         self._lock = threading.RLock()
-        self._held: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._held: OrderedDict[str, NDArray[Any]] = OrderedDict()
         self._column_scales: dict[str, torch.Tensor] = {}
         self._last = threading.local()
 
@@ -364,18 +379,19 @@ class MergedFiles(SourceFiles):
         if isinstance(update, LowRank):
             if update.magnitude is not None:
                 self._merge_dora(changed, rows, source, out)
-            elif (pair := self._pair(changed.name, update)) is not None:
-                a, b = pair
-                self._add(a, b[rows.start : rows.stop], update.scaling, source, out)
+            else:
+                a, b, changes = self._factors(changed.name, update)
+                if changes:
+                    self._add(a, b[rows.start : rows.stop], update.scaling, source, out)
         elif isinstance(update, Replaced):
             first = update.first + rows.start
-            _write(self._read_rows(update.spec, slice(first, first + len(rows))), view, dtype)
+            _write(self._values(update.spec, slice(first, first + len(rows))), view, dtype)
         else:
             row = len(view) // len(rows)
             for place, token in enumerate(update.tokens):
                 if token in rows:
                     at = (token - rows.start) * row
-                    values = self._read_rows(update.spec, slice(place, place + 1))
+                    values = self._values(update.spec, slice(place, place + 1))
                     _write(values, view[at : at + row], dtype)
         if cpu.amax(view, dtype).nonfinite:
             raise TensorError(
@@ -385,8 +401,8 @@ class MergedFiles(SourceFiles):
 
     def _add(
         self,
-        a: torch.Tensor,
-        b: torch.Tensor,
+        a: Floats,
+        b: Floats,
         scaling: float,
         source: tuple[memoryview, str],
         out: tuple[memoryview, str],
@@ -413,11 +429,7 @@ class MergedFiles(SourceFiles):
             return
         summed = self._summed(changed.name, update, rows, source)
         norm = summed.double().square_().sum(dim=1).sqrt_().float()
-        magnitude = (
-            self._read_rows(update.magnitude, slice(None))
-            .reshape(-1)[rows.start : rows.stop]
-            .float()
-        )
+        magnitude = self._magnitude(update.magnitude)[rows.start : rows.stop]
         _write((magnitude / norm).unsqueeze(1) * summed, *out)
 
     def _summed(
@@ -426,7 +438,7 @@ class MergedFiles(SourceFiles):
         """W + s B A of some rows, FP32 [rows, K]."""
         import torch
 
-        a, b = self._factors(name, update)
+        a, b, _ = self._factors(name, update)
         summed = torch.empty((len(rows), a.shape[1]), dtype=torch.float32)
         self._add(a, b[rows.start : rows.stop], update.scaling, source, (_bytes(summed), "F32"))
         return summed
@@ -446,7 +458,7 @@ class MergedFiles(SourceFiles):
                     summed = self._summed(name, update, rows, (piece, spec.dtype))
                     total += summed.double().square_().sum(dim=0)
                 assert update.magnitude is not None
-                magnitude = self._read_rows(update.magnitude, slice(None)).reshape(-1).float()
+                magnitude = self._magnitude(update.magnitude)
                 self._column_scales[name] = magnitude / total.sqrt_().float()
             return self._column_scales[name]
 
@@ -459,33 +471,36 @@ class MergedFiles(SourceFiles):
             return None
         if self._stored[place].dtype != self.merged_tensors[place].dtype:
             return None
-        pair = self._pair(name, update)
-        if pair is None:
-            return None
-        return DeviceUpdate(base=self.base, a=pair[0], b=pair[1], scaling=update.scaling)
+        a, b, changes = self._factors(name, update)
+        return DeviceUpdate(base=self.base, a=a, b=b, scaling=update.scaling) if changes else None
 
     # --- the adapter's tensors -------------------------------------------------------------------
 
-    def _pair(self, name: str, update: LowRank) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A [r, K] and B [N, r], FP32; None where one is all zero, so that nothing changes."""
-        a, b = self._factors(name, update)
-        return (a, b) if a.any() and b.any() else None
+    def _factors(self, name: str, update: LowRank) -> tuple[Floats, Floats, bool]:
+        """A [r, K] and B [N, r], FP32, and whether they change anything: not if one is all zero.
 
-    def _factors(self, name: str, update: LowRank) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [r, K] and B [N, r], FP32; those that this thread used last are kept."""
+        Those that this thread used last are kept.
+        """
         if getattr(self._last, "name", None) != name:
-            self._last.pair = self._factor(update.a), self._factor(update.b)
+            a, b = self._factor(update.a), self._factor(update.b)
+            self._last.found = a, b, bool(a.any() and b.any())
             self._last.name = name
-        pair: tuple[torch.Tensor, torch.Tensor] = self._last.pair
-        return pair
+        found: tuple[Floats, Floats, bool] = self._last.found
+        return found
 
-    def _factor(self, factor: Factor) -> torch.Tensor:
+    def _factor(self, factor: Factor) -> Floats:
         if factor.columns == slice(None) and not factor.transposed:
-            return self._read_rows(factor.spec, factor.rows).float()
-        matrix = self._whole(factor.spec)[factor.rows, factor.columns]
-        return (matrix.t() if factor.transposed else matrix).float().contiguous()
+            found = self._read_rows(factor.spec, factor.rows)
+        else:
+            found = self._whole(factor.spec)[factor.rows, factor.columns]
+        found = np.ascontiguousarray(found.T if factor.transposed else found)
+        if factor.spec.dtype == "F32":
+            return found
+        out = np.empty(found.shape, np.float32)
+        cpu.convert(_bytes(found), factor.spec.dtype, _bytes(out), "F32")
+        return out
 
-    def _whole(self, spec: TensorSpec) -> torch.Tensor:
+    def _whole(self, spec: TensorSpec) -> NDArray[Any]:
         """All of a matrix of which columns are needed; the last few are kept."""
         with self._lock:
             found = self._held.pop(spec.name, None)
@@ -496,15 +511,23 @@ class MergedFiles(SourceFiles):
                 self._held.popitem(last=False)
             return found
 
-    def _read_rows(self, spec: TensorSpec, rows: slice) -> torch.Tensor:
-        """Rows of a tensor of the adapter, seen as a matrix, in its own dtype."""
+    def _read_rows(self, spec: TensorSpec, rows: slice) -> NDArray[Any]:
+        """Rows of a tensor of the adapter, seen as a matrix: FP32, or the bits of 16-bit floats."""
         width = spec.shape[-1] if len(spec.shape) > 1 else 1
         wanted = range(spec.numel // width)[rows]
-        row = width * ITEMSIZE[spec.dtype]
-        data = bytearray(len(wanted) * row)
-        start = spec.offset + wanted.start * row
-        self.adapter.files.read(spec.file, start, memoryview(data), spec.name)
-        return _tensor(data, spec.dtype, (len(wanted), width))
+        item = ITEMSIZE[spec.dtype]
+        out = np.empty((len(wanted), width), {4: np.float32, 2: np.uint16}[item])
+        start = spec.offset + wanted.start * width * item
+        self.adapter.files.read(spec.file, start, _bytes(out), spec.name)
+        return out
+
+    def _values(self, spec: TensorSpec, rows: slice) -> torch.Tensor:
+        """What `_read_rows` gives, as a tensor of the stored dtype."""
+        found = self._read_rows(spec, rows)
+        return _tensor(_bytes(found), spec.dtype, found.shape)
+
+    def _magnitude(self, spec: TensorSpec) -> torch.Tensor:
+        return self._values(spec, slice(None)).reshape(-1).float()
 
     def check_base_copies(self) -> None:
         """Raise `AdapterError` unless the adapter's copies of base weights equal the source's."""
@@ -519,7 +542,7 @@ class MergedFiles(SourceFiles):
                 rows = range(first, min(first + NORM_ROWS, stored.shape[0]))
                 piece = bytearray(len(rows) * row)
                 self.inner.read(stored.file, stored.offset + first * row, memoryview(piece), name)
-                copy = self._read_rows(spec, slice(rows.start, rows.stop))
+                copy = self._values(spec, slice(rows.start, rows.stop))
                 if not copy.float().equal(_tensor(piece, stored.dtype, tuple(copy.shape)).float()):
                     raise AdapterError(
                         f"{spec.name}: this copy of the base differs from {name} of"
@@ -564,7 +587,7 @@ def _own_texts(source: SourceFiles, adapter: SourceFiles) -> list[str]:
     ]
 
 
-CORE_FLOPS = 25e9  # of `add_low_rank` at rank 16; see docs/results.md
+CORE_FLOPS = 50e9  # of merging at rank 16, reading the adapter included; see docs/results.md
 
 
 def merge_hint(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -634,11 +657,13 @@ def _tensor(data: bytearray | memoryview, dtype: str, shape: tuple[int, ...]) ->
     return tensor_from_bytes(data, dtype, shape)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    import torch
+def _bytes(array: Floats | torch.Tensor) -> memoryview:
+    """The memory of a contiguous array or CPU tensor."""
+    if not isinstance(array, np.ndarray):
+        import torch
 
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        array = array.view(-1).view(torch.uint8).numpy()
+    return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _write(values: torch.Tensor, out: memoryview, dtype: str) -> None:

@@ -91,6 +91,7 @@ class CudaDriver:
 
 
 Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class GpuQueue(Protocol):
     def upload(self, to: Memory, source: int) -> None: ...
     def download(self, to: int, source: Memory) -> None: ...
     def add_low_rank(
-        self, to: Memory, dtype: str, a: torch.Tensor, b: torch.Tensor, scaling: float
+        self, to: Memory, dtype: str, a: Floats, b: Floats, scaling: float
     ) -> None: ...
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None: ...
     def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None: ...
@@ -208,15 +209,13 @@ class CudaQueue:
     def download(self, to: int, source: Memory) -> None:
         self._driver.download(to, source.address, source.nbytes, self._stream)
 
-    def add_low_rank(
-        self, to: Memory, dtype: str, a: torch.Tensor, b: torch.Tensor, scaling: float
-    ) -> None:
+    def add_low_rank(self, to: Memory, dtype: str, a: Floats, b: Floats, scaling: float) -> None:
         from beamq.formats.kernels.triton_lowrank import add_low_rank  # for adapters only
 
         k, start = a.shape[1], to.address - to.owner.data_ptr()
         w = to.owner[start : start + to.nbytes].view(TORCH_DTYPES[dtype]).view(-1, k)
-        a, b = (each.to(self._device, non_blocking=True) for each in (a, b))
-        body = partial(add_low_rank, w, a, b, scaling)
+        there = [torch.from_numpy(each).to(self._device, non_blocking=True) for each in (a, b)]
+        body = partial(add_low_rank, w, there[0], there[1], scaling)
         self._first.launch(("low rank", dtype, k, a.shape[0]), body)
 
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None:

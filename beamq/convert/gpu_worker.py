@@ -327,9 +327,20 @@ class GpuWorker:
         if update is not None:
             dtype, k = member.source.spec.dtype, member.source.shape[1]
             row, rows = (nbytes // (k * ITEMSIZE[dtype]) for nbytes in (start, to.nbytes))
-            self._queue.add_low_rank(
-                to, dtype, update.a, update.b[row : row + rows], update.scaling
+            a, b = update.a, update.b[row : row + rows]
+            if a.nbytes + b.nbytes > IN_BYTES:  # pageable memory: the copies wait for the queue
+                self._queue.add_low_rank(to, dtype, a, b, update.scaling)
+                return
+            chunk = self._incoming.next()
+            staged = chunk.array[: a.nbytes + b.nbytes].view(np.float32)
+            staged_a, staged_b = (
+                staged[: a.size].reshape(a.shape),
+                staged[a.size :].reshape(b.shape),
             )
+            np.copyto(staged_a, a)
+            np.copyto(staged_b, b)
+            self._queue.add_low_rank(to, dtype, staged_a, staged_b, update.scaling)
+            chunk.mark()
 
     def _update(self, member: Member) -> DeviceUpdate | None:
         files = self._checkpoint.source

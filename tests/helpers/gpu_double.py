@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from beamq.convert.cpu_worker import BufferPool, CpuWorkerFactory, JobContext
-from beamq.convert.gpu_queue import DeviceLayout, Memory
+from beamq.convert.gpu_queue import DeviceLayout, Floats, Memory
 from beamq.convert.gpu_worker import GpuWorker
 from beamq.formats import numerics
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
@@ -56,12 +56,11 @@ class HostQueue:
     def download(self, to: int, source: Memory) -> None:
         self._queue(lambda: ctypes.memmove(to, source.address, source.nbytes))
 
-    def add_low_rank(
-        self, to: Memory, dtype: str, a: torch.Tensor, b: torch.Tensor, scaling: float
-    ) -> None:
+    def add_low_rank(self, to: Memory, dtype: str, a: Floats, b: Floats, scaling: float) -> None:
         def work() -> None:
             w = torch.from_numpy(array_of(to)).view(TORCH_DTYPES[dtype]).view(-1, a.shape[1])
-            w.copy_(numerics.add_low_rank(w, a, b, scaling, w.dtype))
+            there = torch.from_numpy(a), torch.from_numpy(b)
+            w.copy_(numerics.add_low_rank(w, there[0], there[1], scaling, w.dtype))
             self.merged += 1
 
         self._queue(work)

@@ -90,8 +90,8 @@ def test_two_roundings_give_peft_s_bytes(name: str, beam_nano: Path, adapters: P
     for each, entry in twice.items():
         base = open_checkpoint(beam_nano).tensor(each)
         update = files.assignment.updates[each]
-        a, b = files._factors(each, update)  # type: ignore[arg-type]  # all are LowRank here
-        delta = product(a, b) * torch.tensor(update.scaling)  # type: ignore[union-attr]
+        a, b, _ = files._factors(each, update)  # type: ignore[arg-type]  # all are LowRank here
+        delta = product(torch.from_numpy(a), torch.from_numpy(b)) * torch.tensor(update.scaling)  # type: ignore[union-attr]
         both = base + delta.to(torch.bfloat16)
         assert sha(both.view(torch.uint8).numpy().tobytes()) == entry["sha256_peft"], each
         once = (base.float() + delta).to(torch.bfloat16)
