@@ -27,9 +27,6 @@ from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from beamq.adapter.config import CONFIG_NAME, AdapterConfig, read_adapter_config
 from beamq.adapter.options import AdapterOptions
 from beamq.adapter.read import (
@@ -56,10 +53,13 @@ from beamq.io.source import Header, Prefetch, SourceFiles
 from beamq.limits import usable_cores
 from beamq.units import show_seconds
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported by the commands: NumPy and torch come later
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+    Floats = NDArray[np.float32]
+
 TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 PIECE_BYTES = 1 << 24
 MAX_READERS = 16
@@ -129,7 +129,7 @@ def _digest(files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]) ->
     def own(spec: TensorSpec) -> bytes:
         found = hashlib.sha256(f"{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
         for start in range(0, spec.nbytes, PIECE_BYTES):
-            piece = _bytes(np.empty(min(PIECE_BYTES, spec.nbytes - start), np.uint8))
+            piece = memoryview(bytearray(min(PIECE_BYTES, spec.nbytes - start)))
             files.read(spec.file, spec.offset + start, piece, spec.name)
             found.update(piece)
             if spec.dtype in FLOAT_SOURCES and cpu.amax(piece, spec.dtype).nonfinite:
@@ -489,6 +489,8 @@ class MergedFiles(SourceFiles):
         return found
 
     def _factor(self, factor: Factor) -> Floats:
+        import numpy as np
+
         if factor.columns == slice(None) and not factor.transposed:
             found = self._read_rows(factor.spec, factor.rows)
         else:
@@ -513,6 +515,8 @@ class MergedFiles(SourceFiles):
 
     def _read_rows(self, spec: TensorSpec, rows: slice) -> NDArray[Any]:
         """Rows of a tensor of the adapter, seen as a matrix: FP32, or the bits of 16-bit floats."""
+        import numpy as np
+
         width = spec.shape[-1] if len(spec.shape) > 1 else 1
         wanted = range(spec.numel // width)[rows]
         item = ITEMSIZE[spec.dtype]
@@ -659,6 +663,8 @@ def _tensor(data: bytearray | memoryview, dtype: str, shape: tuple[int, ...]) ->
 
 def _bytes(array: Floats | torch.Tensor) -> memoryview:
     """The memory of a contiguous array or CPU tensor."""
+    import numpy as np
+
     if not isinstance(array, np.ndarray):
         import torch
 
