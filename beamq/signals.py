@@ -56,6 +56,14 @@ def stop_on_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, old)
 
 
+def interrupted(raised: BaseException | None) -> bool:
+    """Whether Ctrl-C was raised, or something from it: Python up to 3.11 wraps what is raised while
+    a class is made, as happens in imports."""
+    while raised is not None and not isinstance(raised, KeyboardInterrupt):
+        raised = raised.__cause__
+    return raised is not None
+
+
 @contextmanager
 def short_turns(wanted: bool) -> Iterator[None]:
     """Within, threads of this process take turns at least every `SHORT_SECONDS`, if `wanted`.

@@ -31,6 +31,7 @@ from beamq.errors import (
     printable,
 )
 from beamq.ranks import rank_here
+from beamq.signals import interrupted
 
 if TYPE_CHECKING:
     from beamq.report.console import Screen
@@ -69,7 +70,7 @@ def _check_surroundings() -> None:
 
 def _named(raised: BaseException) -> BaseException:
     """The `BeamqError` for what Python or a library raised; other defects as they are."""
-    if type(raised) is KeyboardInterrupt:
+    if interrupted(raised) and not isinstance(raised, OURS):
         return Interrupted("interrupted")
     if (
         isinstance(raised, MemoryError)

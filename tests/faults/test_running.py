@@ -18,12 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from beamq.commands import outcome
 from beamq.convert.quantize import quantize
 from beamq.convert.resources import predicted_host_nbytes
 from beamq.convert.run import Progress
 from beamq.errors import Interrupted, OutputBusyError
 from beamq.io.lock import LOCK_NAME, OutputLock, refuse_busy
 from beamq.plan.plan import make_plan
+from beamq.signals import interrupted
 from tests.helpers.craft import Run, convert, light_verify, recipe, synthetic
 from tests.helpers.harness import Zygote, digests
 from tests.helpers.waiting import wait_for
@@ -228,6 +230,32 @@ def test_ctrl_c_at_any_moment_is_one_line(beam_nano: Path, verb: str, seconds: f
     # The last: a signal while Python itself is ending, when the command is done.
     assert process.returncode in (0, 1, 130, -signal.SIGINT), err
     assert process.returncode != 130 or err in ("", "error: interrupted\n")
+
+
+def test_ctrl_c_is_not_lost_in_a_callback(tmp_path: Path) -> None:
+    """Python drops what is raised there, and prints a traceback."""
+    code = (
+        "import signal, threading, beamq.__main__ as start\n"
+        "class Last:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "start._keep_interrupts()\n"
+        "try:\n"
+        "    Last()\n"
+        "    print('goes on')\n"
+        "    threading.Event().wait(60)\n"
+        "except KeyboardInterrupt: print('kept')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("goes on\nkept\n", "")
+
+
+def test_ctrl_c_is_seen_in_what_was_raised_from_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(_: object) -> int:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    assert outcome.run(body) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert not interrupted(RuntimeError("another"))
 
 
 def test_two_runs_on_one_output(beam_nano: Path, tmp_path: Path) -> None:
