@@ -36,7 +36,6 @@ MODULES = {
     "doctor": "doctor",
 }
 STYLE: dict[str, Any] = {
-    "add_completion": False,
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
     "context_settings": {"help_option_names": ["-h", "--help"]},
@@ -53,7 +52,7 @@ class Commands(TyperGroup):
         # An unknown name loads them all, because the parser suggests one of `self.commands`.
         for name in [cmd_name] if cmd_name in MODULES else MODULES:
             if name not in self.commands:
-                alone = typer.Typer(**STYLE)
+                alone = typer.Typer(add_completion=False, **STYLE)
                 alone.command(name)(getattr(import_module(f"beamq.commands.{MODULES[name]}"), name))
                 self.commands[name] = typer.main.get_command(alone)
         return self.commands.get(cmd_name)

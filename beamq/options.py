@@ -46,8 +46,9 @@ class Flag:
     field of another class that the flag follows in help. `library` means no flag: a keyword only.
 
     `size` reads `5GB` as bytes, `tokens` reads `128k` as 131,072. `at_least`, `at_most`, `choices`
-    and `check`, which raises `UsageError`, bound the value. A keyword takes what the field holds,
-    and `also` other kinds, which are turned into text.
+    and `check`, which raises `UsageError`, bound the value. A shell's completion offers `choices`,
+    or `suggested` where other values are taken as well. A keyword takes what the field holds, and
+    `also` other kinds, which are turned into text.
     """
 
     help: str
@@ -58,6 +59,7 @@ class Flag:
     shown: str | None = None
     type: type | None = None
     choices: tuple[str, ...] = ()
+    suggested: tuple[str, ...] = ()
     at_least: int | None = None
     at_most: int = 2**63 - 1
     check: Callable[[str], object] | None = None

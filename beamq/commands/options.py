@@ -116,8 +116,16 @@ def _option(name: str, default: Any, flag: Flag) -> inspect.Parameter:
         metavar=flag.metavar,
         min=None if flag.tokens else flag.at_least,
         show_default=True if flag.shown is None else flag.shown,
+        autocompletion=_completer(flag.suggested) if flag.suggested else None,
     )
     return _parameter(name, Annotated[kind if default is not None else kind | None, found], default)
+
+
+def _completer(suggested: Iterable[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:  # a shell offers files where this offers nothing
+        return [value for value in suggested if value.startswith(incomplete)]
+
+    return complete
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

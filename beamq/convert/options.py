@@ -15,7 +15,9 @@ from beamq.calib import options as calib
 from beamq.options import Flag, option
 from beamq.plan.recipe import BUILT_IN, Recipe
 
-RECIPE = Flag(f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r", also="Path")
+RECIPE = Flag(
+    f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r", also="Path", suggested=BUILT_IN
+)
 EXCLUDE = Flag(
     "Modules to keep in high precision: part of a name, a glob, or re:REGEX. May be repeated.",
     metavar="PATTERN",

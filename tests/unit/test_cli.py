@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -176,6 +177,48 @@ def test_help_says_which_recipe_takes_no_statistics() -> None:
     option = next(p for p in group.get_command(None, "quantize").params if p.name == "calibration")
     methods = [name for name in BUILT_IN if load_recipe(name).expert_method is not None]
     assert option.help.endswith(f"; {' and '.join(methods)} takes none.")
+
+
+COMPLETE = """
+beamq() { "$PYTHON" -m beamq "$@"; }
+eval "$(_BEAMQ_COMPLETE=source_bash beamq)"
+env() { while [[ $1 == *=* ]]; do local -x "$1"; shift; done; "$@"; }  # so that it finds `beamq`
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+_beamq_completion beamq
+echo "${COMPREPLY[@]}"
+complete -p beamq
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("qu", "quantize"),
+        ("", " ".join(SURFACE)),
+        ("quantize a b --re", "--recipe --resume"),
+        ("quantize a b --recipe fp", " ".join(each for each in BUILT_IN if each[:2] == "fp")),
+        ("plan -r mine.y", ""),  # bash then offers files: `-o default`
+        ("verify a --level t", "tensors"),
+    ],
+)
+def test_bash_completes(repo: Path, typed: str, offered: str) -> None:
+    done = subprocess.run(
+        ["bash", "-c", COMPLETE, "bash", "beamq", *typed.split(" ")],
+        env={**os.environ, "PYTHON": sys.executable},
+        cwd=repo, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[0] == offered
+    assert done.stdout.splitlines()[1] == "complete -o default -F _beamq_completion beamq"
+
+
+@pytest.mark.parametrize(("shell", "says"), [("zsh", "#compdef beamq"), ("fish", "complete --")])
+def test_other_shells_get_a_script(
+    run: Run, monkeypatch: pytest.MonkeyPatch, shell: str, says: str
+) -> None:
+    monkeypatch.setenv("_BEAMQ_COMPLETE", f"source_{shell}")
+    ran = run()
+    assert (ran.code, says in ran.out, ran.err) == (0, True, "")
 
 
 def test_importing_the_command_is_light(repo: Path) -> None:
