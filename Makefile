@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 JOBS ?= 2
 
-.PHONY: demo test check lint clean
+.PHONY: demo test check lint dist clean
 
 $(VENV)/.ready: pyproject.toml setup.py $(wildcard beamq/formats/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -30,5 +30,13 @@ lint: $(VENV)/.ready
 
 check: lint test
 
+# A wheel for this platform and a source package, in dist/. The wheel is made from the source
+# package; one without kernels, as where there is no C compiler, is refused.
+dist: $(VENV)/.ready
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m zipfile --list dist/*.whl | grep kernels/_cpu.abi3.so >/dev/null || \
+	    { rm dist/*.whl; echo "no C compiler: the wheel has no kernels and was removed"; exit 1; }
+
 clean:
-	rm -rf $(VENV) build demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache

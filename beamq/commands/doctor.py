@@ -40,6 +40,7 @@ PACKAGES = (
     ("huggingface_hub", "models from and to the Hub"),
     ("safetensors", "reading models through transformers"),
     ("xxhash", "fast checksums (SHA-256 without it)"),
+    ("matplotlib", "charts of --report"),
     ("triton", "GPU kernels"),
     ("quack-kernels", "optional: NVFP4 on sm_120; its nvidia-cutlass-dsl is proprietary"),
 )

@@ -15,10 +15,11 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from beamq.errors import DiskError, UsageError, counted
+from beamq.errors import DiskError, MissingDependencyError, UsageError, counted
 from beamq.eval.compare.records import CAVEAT, Candidate, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
 from beamq.io.files import read_small, user_path
@@ -66,7 +67,13 @@ PARTS_NOTE = (
 
 def check_report_folder(folder: str | Path, stem: str) -> None:
     """Raise `DiskError` if a report could not be written there, `UsageError` if one of its files
-    (`report.json`, ...) exists and beamq did not write it. Makes nothing."""
+    (`report.json`, ...) exists and beamq did not write it, and `MissingDependencyError` if nothing
+    can draw its charts. Makes nothing."""
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError(
+            "--report draws charts with matplotlib, which is not installed: pip install"
+            ' "beamq[report]"'
+        )
     target = user_path(folder)
     for path in (target / f"{stem}{suffix}" for suffix in (".json", ".md", ".html")):
         if path.is_file() and b"beamq" not in read_small(path, UsageError, MAX_REPORT_BYTES):

@@ -18,10 +18,11 @@ import pytest
 from PIL import Image
 
 from beamq.beam.tensors import Role
-from beamq.errors import DiskError
+from beamq.errors import DiskError, MissingDependencyError
 from beamq.eval.compare.compare import compare
 from beamq.eval.compare.records import Comparison
-from beamq.report.files import report_markdown, write_report
+from beamq.report import files
+from beamq.report.files import check_report_folder, report_markdown, write_report
 from tests.helpers.model_fixtures import quantized_copy, text_ids
 
 HOSTILE = "<img src=x onerror=alert(1)> $x_1$ | [a](b)"
@@ -139,6 +140,14 @@ def test_a_report_that_cannot_be_written(comparison: Comparison, tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="--report"):
         write_report(comparison, tmp_path / "file" / "folder")
+
+
+def test_a_report_without_matplotlib_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "beamq\[report\]"'):
+        check_report_folder(tmp_path / "report", "report")
 
 
 # --- in a browser ---------------------------------------------------------------------------
