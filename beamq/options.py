@@ -45,10 +45,10 @@ class Flag:
     default depends on the device or model. `many` lets the flag be repeated. `after` names the
     field of another class that the flag follows in help. `library` means no flag: a keyword only.
 
-    `size` reads `5GB` as bytes, `tokens` reads `128k` as 131,072. `at_least`, `at_most`, `choices`
-    and `check`, which raises `UsageError`, bound the value. A shell's completion offers `choices`,
-    or `suggested` where other values are taken as well. A keyword takes what the field holds, and
-    `also` other kinds, which are turned into text.
+    `size` reads `5GB` as bytes, `tokens` reads `128k` as 131,072. `at_least`, `at_most`, `among`,
+    `choices` and `check`, which raises `UsageError`, bound the value. A shell's completion offers
+    `choices`, or `suggested` where other values are taken as well. A keyword takes what the field
+    holds, and `also` other kinds, which are turned into text.
     """
 
     help: str
@@ -62,6 +62,7 @@ class Flag:
     suggested: tuple[str, ...] = ()
     at_least: int | None = None
     at_most: int = 2**63 - 1
+    among: tuple[int, ...] = ()
     check: Callable[[str], object] | None = None
     also: str = ""
     size: bool = False
@@ -326,6 +327,9 @@ def _check_bounds(value: Any, name: str, flag: Flag) -> None:
             raise UsageError(f"{name} is {_shown(value)}, expected at least {least}")
         if value > flag.at_most:
             raise UsageError(f"{name} is {_shown(value)}, expected at most {flag.at_most:,}")
+        if flag.among and value not in flag.among:
+            listed = ", ".join(map(str, flag.among))
+            raise UsageError(f"{name} is {_shown(value)}, expected one of {listed}")
     elif flag.choices:
         _check_choice(_as_held(value, "str"), name, flag.choices)
     held = _as_held(value, "str")

@@ -133,6 +133,7 @@ def rounding_s(seen: LayerExperts, config: BeamConfig) -> float:
     request = RoundingRequest(
         wanted={0: every},
         method="gptq",
+        headroom=2,
         write=lambda layer, group, rounded: None,
         stopped=lambda: False,
     )

@@ -26,12 +26,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from beamq import devices
 from beamq.beam.config import BeamConfig
-from beamq.calib.input_scales import AMAX_PER_SCALE, MIN_SCALE
+from beamq.calib.input_scales import scale_for
 from beamq.errors import Interrupted, TensorError
 from beamq.formats import nvfp4
 from beamq.formats.gptq import damping_of, factorize, round_experts, shrunk
@@ -218,10 +217,12 @@ class RoundedGroup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingRequest:
     """`wanted` has the groups to round, by layer; all processes of a pass have the same, and each
-    rounds those of its own experts. `write` is called from several threads."""
+    rounds those of its own experts. `method` and `headroom` are the recipe's. `write` is called
+    from several threads."""
 
     wanted: Mapping[int, Set[Group]]
     method: str
+    headroom: int
     write: Callable[[int, Group, RoundedGroup], None]
     stopped: Callable[[], bool]
 
@@ -253,7 +254,7 @@ class ExpertRounding:
         moments = ExpertMoments(seen, full=self._full, gemm=self._gemm, check=self._check)
         wanted = self._request.wanted[seen.layer]
         for group, width in self._widths.items():
-            scale = input_scale(self._amax(seen.layer, group))
+            scale = float(scale_for(self._amax(seen.layer, group), self._request.headroom))
             experts = {expert for expert, name in wanted if name == group}
             moments.prepare(group, scale, width, experts)
         for part in seen.parts():
@@ -342,11 +343,6 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu()
     # To pinned memory: a copy to pageable memory is several times slower.
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-
-
-def input_scale(amax: float) -> float:
-    """The `input_scale` that will be written for this amax (calib/input_scales.py)."""
-    return float(max(np.float32(amax) / AMAX_PER_SCALE, MIN_SCALE))
 
 
 def rounding_nbytes(device: str, config: BeamConfig) -> int:

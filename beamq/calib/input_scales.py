@@ -3,8 +3,13 @@
 In: `CalibrationStats` and the model's config. Out: `InputScales`, a lookup by module name; and
 `Coverage`, as JSON or as lines of at most 80 columns.
 
-    input_scale = amax / 2688        in FP32; 2688 = 6 x 448, the largest E2M1 times the largest
+    input_scale = headroom * amax / 2688
+                                     in FP32; 2688 = 6 x 448, the largest E2M1 times the largest
                                      E4M3 value; the engines compute 1 / input_scale
+
+The recipe's `headroom` is for other text than that of the calibration, whose inputs may be larger
+and would be clipped. It is a power of two, so a larger range costs nothing: all block scales lose
+the same power of two, and only the smallest can round differently.
 
 Linears that an engine fuses read the same input, so they share the value: q, k, v and the output
 gate; gate and up. All experts of a layer share one value for gate and up, and one for down: the
@@ -69,7 +74,12 @@ class InputScales:
             raise _missing(absent)
 
 
-def input_scales(stats: CalibrationStats, config: BeamConfig) -> InputScales:
+def scale_for(amax: float | np.floating[Any], headroom: int) -> np.float32:
+    """The `input_scale` for inputs of at most `headroom * amax`."""
+    return max(np.float32(amax) / AMAX_PER_SCALE * np.float32(headroom), MIN_SCALE)
+
+
+def input_scales(stats: CalibrationStats, config: BeamConfig, headroom: int) -> InputScales:
     """Scales from statistics. Raises `CalibrationError` if these do not fit `config`'s model, or if
     an entry has no token."""
     check_shapes(stats, config)
@@ -81,11 +91,9 @@ def input_scales(stats: CalibrationStats, config: BeamConfig) -> InputScales:
                 f"statistics: {name} saw no token in {stats.total_tokens:,};"
                 " calibrate again with more data"
             )
-        scale = np.float32(entry.amax.max()) / AMAX_PER_SCALE
-        if scale < MIN_SCALE:
-            scale = MIN_SCALE
+        scales[name] = scale_for(entry.amax.max(), headroom)
+        if scales[name] == MIN_SCALE:
             floored.append(name)
-        scales[name] = scale
     text = "\n".join(f"{name} {scales[name].tobytes().hex()}" for name in sorted(scales))
     return InputScales(by_entry=scales, floored=tuple(floored), digest=_digest(text))
 

@@ -19,6 +19,7 @@ from beamq.convert.options import ConvertOptions
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.plan.plan import Job, JobKind, Plan
+from beamq.plan.recipe import Recipe
 
 if TYPE_CHECKING:
     from beamq.calib.statistics import CalibrationStats
@@ -121,6 +122,20 @@ def check_options(plan: Plan, options: ConvertOptions) -> None:
         )
 
 
+def check_headroom(recipe: Recipe, options: ConvertOptions) -> None:
+    """Raise `UsageError` where `--activation-headroom` is given and widens nothing."""
+    if options.activation_headroom is None:
+        return
+    why = "--no-calibration sets them to 1.0" if options.no_calibration else ""
+    if recipe.format == "fp8":
+        why = "FP8 activations are scaled per token when served"
+    if why:
+        raise UsageError(
+            f"--activation-headroom widens the calibrated input scales of NVFP4, and {why}; leave"
+            " it out"
+        )
+
+
 def given_input_scales(
     plan: Plan, checkpoint: Checkpoint, options: ConvertOptions
 ) -> InputScaleProvider | None:
@@ -154,7 +169,8 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
     """Scales, record and coverage table of statistics, from a file or from this run."""
     from beamq.calib.input_scales import coverage, input_scales
 
-    scales = input_scales(stats, plan.config)
+    headroom = plan.recipe.headroom
+    scales = input_scales(stats, plan.config, headroom)
     scales.require(
         member.role.module
         for job in plan.jobs
@@ -166,7 +182,8 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
         "digest": scales.digest,
         "calibration": stats.run_digest,
         "description": f"calibrated on {stats.total_tokens:,} tokens of {_sources(stats)};"
-        f" {reached.calibrated:,} of {reached.experts:,} experts reached",
+        f" {reached.calibrated:,} of {reached.experts:,} experts reached; {_margin(headroom)}",
+        "headroom": headroom,
         "tokens": stats.total_tokens,
         "experts": stats.experts,
         "dropped_tokens": stats.dropped_rows,
@@ -182,6 +199,12 @@ def from_statistics(plan: Plan, stats: CalibrationStats) -> KnownScales:
         record=record,
         files={COVERAGE_NAME: "\n".join(reached.lines()) + "\n"},
     )
+
+
+def _margin(headroom: int) -> str:
+    if headroom == 1:
+        return "no room above the largest input"
+    return f"room for {headroom} times the largest input"
 
 
 def _sources(stats: CalibrationStats) -> str:

@@ -142,7 +142,8 @@ class OnePass(InputScaleProvider):
         def after(done: LayerDone) -> None:
             self.calibrated = done.layer + 1, done.layers
             if converters:
-                scales = input_scales(done.stats, self._plan.config)
+                headroom = self._plan.recipe.headroom
+                scales = input_scales(done.stats, self._plan.config, headroom)
                 for converter in converters:
                     converter.finish_layer(done.layer, lambda module: float(scales.scale(module)))
             if ranks.first:
@@ -154,7 +155,11 @@ class OnePass(InputScaleProvider):
         rounding = None
         if experts is not None and experts.wanted:
             rounding = RoundingRequest(
-                wanted=experts.wanted, method=str(self._method), write=experts.put, stopped=stopped
+                wanted=experts.wanted,
+                method=str(self._method),
+                headroom=self._plan.recipe.headroom,
+                write=experts.put,
+                stopped=stopped,
             )
         stats = CalibrationPass(
             self._setup,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 from beamq.adapter.options import LAYOUT, ORDER
 from beamq.calib import options as calib
 from beamq.options import Flag, option
-from beamq.plan.recipe import BUILT_IN, Recipe
+from beamq.plan.recipe import BUILT_IN, HEADROOMS, Recipe
 
 RECIPE = Flag(
     f"{', '.join(BUILT_IN)}, or a .yaml file.", short="-r", also="Path", suggested=BUILT_IN
@@ -25,6 +25,13 @@ EXCLUDE = Flag(
     also="str",
 )
 KV_CACHE = Flag("KV cache scheme to declare.", choices=("none", "fp8"), shown="the recipe's")
+HEADROOM = Flag(
+    "Input scales are for N times the largest calibrated input: 1, 2, 4 ... 64.",
+    metavar="N",
+    type=int,
+    among=HEADROOMS,
+    shown="the recipe's",
+)
 SHARD_SIZE = Flag(
     "Size limit of an output file, such as 5GB.", name="--max-shard-size", metavar="SIZE", size=True
 )
@@ -136,6 +143,7 @@ class ConvertOptions:
         metavar="STATS",
         type=Path,
     )
+    activation_headroom: int | None = option(None, HEADROOM)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
     base_model: str | None = option(

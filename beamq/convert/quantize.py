@@ -19,7 +19,7 @@ from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.calib.options import TextKeywords
 from beamq.convert import output as output_folder
 from beamq.convert.finalise import finalise
-from beamq.convert.input_scales import check_options, given_input_scales
+from beamq.convert.input_scales import check_headroom, check_options, given_input_scales
 from beamq.convert.options import ConvertOptions, RunKeywords
 from beamq.convert.resources import (
     check_memory,
@@ -89,6 +89,7 @@ class QuantizeKeywords(RunKeywords, TextKeywords, AdapterKeywords, total=False):
     dtype: str | torch.dtype | None
     max_device_memory: int | str | None
     statistics: str | Path | None
+    activation_headroom: int | None
     exclude: Sequence[str] | str
     kv_cache: str | None
     base_model: str | None
@@ -123,7 +124,12 @@ def quantize(
     output, ranks = user_path(output), current_ranks()
     check_base_model(options.base_model)
     recipe = load_recipe(options.recipe) if isinstance(options.recipe, str) else options.recipe
-    recipe = recipe.with_options(exclude=tuple(options.exclude), kv_cache=options.kv_cache)
+    check_headroom(recipe, options)
+    recipe = recipe.with_options(
+        exclude=tuple(options.exclude),
+        kv_cache=options.kv_cache,
+        headroom=options.activation_headroom,
+    )
     how = from_keywords(AdapterOptions, keywords)
     output_folder.check_places(source, output, how.adapter)
     with ExitStack() as stack:

@@ -76,10 +76,11 @@ def quantize_tensors(
     `named` are tensors of a model under the names of transformers' checkpoints, all or some,
     experts one by one or packed; BF16, F16 or F32. `config` is the parsed config.json, its folder,
     or a `BeamConfig`. `profile` says whose bytes: "beamq" is the only one. `input_scales` are
-    calibration statistics, their file, or a number for each linear by its name or by that of the
-    stored tensor; without them each is 1.0. `device` is where the tensors must be (default: where
-    the first one is). `partial` says what becomes of linears whose partners never came: an "error",
-    or "hold": they are in `TensorStream.held`, to be given to the next call.
+    calibration statistics or their file, with the recipe's headroom, or a number for each linear
+    by its name or by that of the stored tensor; without them each is 1.0. `device` is where the
+    tensors must be (default: where the first one is). `partial` says what becomes of linears whose
+    partners never came: an "error", or "hold": they are in `TensorStream.held`, to be given to the
+    next call.
 
     Raises `UsageError`, `RecipeError`, `ConfigError`, `CalibrationError` and `DeviceError` before a
     tensor is taken, `TensorError` for one that does not fit; of its group nothing is given out. On
@@ -102,7 +103,7 @@ def quantize_tensors(
         named.items() if isinstance(named, Mapping) else named,
         targets_of(config, recipe),
         recipe.scales,
-        _input_scale(input_scales, config),
+        _input_scale(input_scales, config, recipe.headroom),
         None if device is None else torch.empty(0, device=devices.usable_device(device)).device,
         hold=partial == "hold",
     )
@@ -111,7 +112,7 @@ def quantize_tensors(
 # Input scales: a number for each linear, the same for those that an engine fuses.
 
 
-def _input_scale(given: Any, config: BeamConfig) -> Callable[[str], float]:
+def _input_scale(given: Any, config: BeamConfig, headroom: int) -> Callable[[str], float]:
     """The input scale of a linear by its module. The call raises `CalibrationError`."""
     from beamq.calib.input_scales import constant_scales, input_scales
     from beamq.calib.statistics import CalibrationStats, load_stats
@@ -121,7 +122,7 @@ def _input_scale(given: Any, config: BeamConfig) -> Callable[[str], float]:
     if isinstance(given, (str, Path)):
         given = load_stats(user_path(given))
     if given is None or isinstance(given, CalibrationStats):
-        scales = constant_scales() if given is None else input_scales(given, config)
+        scales = constant_scales() if given is None else input_scales(given, config, headroom)
         return lambda module: float(scales.scale(module))
 
     def of(module: str) -> float:

@@ -53,7 +53,7 @@ class Identity:
 _MEANING = {
     "version": "another version of beamq",
     "source": "a source that has changed since",
-    "recipe": "another recipe, --exclude or --kv-cache",
+    "recipe": "another recipe, --exclude, --kv-cache or --activation-headroom",
     "input_scales": "another calibration (--data, --samples, --sequence-length, --seed, --experts,"
     " --dtype, --calibration or --no-calibration)",
     "plan": "another --max-shard-size or plan",

@@ -15,6 +15,9 @@ precision of the source. All keys:
                  inputs that calibration saw
     rounding     of experts: `nearest`, or `gptq` with the activations that calibration saw; other
                  linears are rounded to nearest
+    headroom     NVFP4 input scales are for so many times the largest input that calibration saw: a
+                 power of two up to 64 (2 unless given), because other text has larger inputs;
+                 1 gives Model-Optimizer's scales
     kv_cache     `none`, or `fp8` to write the FP8 KV-cache scheme (never scale tensors: SGLang's
                  Beam refuses them)
     exclude      patterns of modules to leave unquantized (see `matches`)
@@ -64,6 +67,8 @@ def matches(pattern: str, module: str) -> bool:
 FORMATS = ("nvfp4", "fp8")
 BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
 SCALES = ("sweep", "max")
+HEADROOM = 2  # measured: docs/results.md, "Input scales on other text"
+HEADROOMS = (1, 2, 4, 8, 16, 32, 64)
 MAX_RECIPE_BYTES = 1 << 16
 MAX_PATTERNS = 256
 
@@ -93,6 +98,7 @@ class Recipe:
     scales: str = "max"
     weighting: str = "none"
     rounding: str = "nearest"
+    headroom: int = 1
     kv_cache: str = "none"
     exclude: tuple[str, ...] = ()
     bounds: Bounds = Bounds()
@@ -125,9 +131,19 @@ class Recipe:
     def __hash__(self) -> int:
         return hash(self.digest())  # `rules` has no hash of its own
 
-    def with_options(self, *, exclude: tuple[str, ...] = (), kv_cache: str | None = None) -> Recipe:
-        """This recipe with command-line options added."""
-        options = {"exclude": [*self.exclude, *exclude], "kv_cache": kv_cache or self.kv_cache}
+    def with_options(
+        self,
+        *,
+        exclude: tuple[str, ...] = (),
+        kv_cache: str | None = None,
+        headroom: int | None = None,
+    ) -> Recipe:
+        """This recipe with command-line options added. Raises `RecipeError`."""
+        options = {
+            "exclude": [*self.exclude, *exclude],
+            "kv_cache": kv_cache or self.kv_cache,
+            "headroom": headroom or self.headroom,
+        }
         return parse_recipe({**self.to_dict(), **options}, origin=self.name)
 
 
@@ -213,12 +229,27 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
         scales=_choice(data, "scales", scales[0], scales, origin),
         weighting=_choice(data, "weighting", "none", ("none", "second-moment"), origin),
         rounding=_choice(data, "rounding", "nearest", ("nearest", "gptq"), origin),
+        headroom=_headroom(data, "nvfp4" in rules.values(), origin),
         kv_cache=_choice(data, "kv_cache", "none", ("none", "fp8"), origin),
         exclude=tuple(exclude),
         bounds=_bounds(data.get("bounds", {}), origin),
     )
     _check_method(recipe, origin)
     return recipe
+
+
+def _headroom(data: Mapping[str, Any], nvfp4: bool, origin: str) -> int:
+    value = data.get("headroom", HEADROOM if nvfp4 else 1)
+    if isinstance(value, bool) or value not in HEADROOMS:
+        raise RecipeError(
+            f"{origin}: headroom is {shown_value(value, 60)}, expected a power of two from 1 to"
+            f" {HEADROOMS[-1]}"
+        )
+    if value != 1 and not nvfp4:
+        raise RecipeError(
+            f"{origin}: headroom is for NVFP4's input scales, and FP8 has none; leave it out"
+        )
+    return int(value)
 
 
 def _check_method(recipe: Recipe, origin: str) -> None:

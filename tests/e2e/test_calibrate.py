@@ -198,7 +198,7 @@ def test_an_expert_that_is_never_routed(
     edit(nano_copy, lambda found, _: bias if found == name else None)
     stats = calibrate(nano_copy, tmp_path / "stats", **SMALL)
     assert stats.routed_tokens[4][3] == 0
-    scales = input_scales(stats, config)
+    scales = input_scales(stats, config, 1)
     module = "model.layers.4.mlp.experts.{}.{}"
     for proj, group in (("gate_proj", "gate_up"), ("up_proj", "gate_up"), ("down_proj", "down")):
         largest = stats.inputs[f"layers.4.experts.{group}"].amax.max()
@@ -249,7 +249,7 @@ def test_an_expert_whose_down_input_is_zero(
     stats = calibrate(nano_copy, tmp_path / "stats", **SMALL)
     assert stats.inputs["layers.4.experts.gate_up"].amax[2] > 1
     assert stats.inputs["layers.4.experts.down"].amax[2] < 1e-30
-    scales = input_scales(stats, config)
+    scales = input_scales(stats, config, 1)
     down = scales.scale("model.layers.4.mlp.experts.2.down_proj")
     assert down == stats.inputs["layers.4.experts.down"].amax.max() / np.float32(2688)
     layer = next(each for each in coverage(stats, config).layers if each.layer == 4)
@@ -265,7 +265,7 @@ def test_a_layer_whose_down_inputs_are_all_zero(
         return np.full(shape, size) if hit else None
 
     edit(nano_copy, change)
-    scales = input_scales(calibrate(nano_copy, tmp_path / "stats", **SMALL), config)
+    scales = input_scales(calibrate(nano_copy, tmp_path / "stats", **SMALL), config, 1)
     scale = scales.scale("model.layers.4.mlp.experts.2.down_proj")
     assert scale == MIN_SCALE
     assert np.isfinite(np.float32(1) / scale)

@@ -326,6 +326,14 @@ def test_tied_heads_that_differ_are_refused(nano_copy: Path, tmp_path: Path) -> 
 def test_options_about_scales_that_contradict_each_other(beam_nano: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="contradict"):
         quantize(beam_nano, tmp_path / "out", calibration="x", no_calibration=True)
+    for how, says in (
+        ({"recipe": "nvfp4", "no_calibration": True}, "sets them to 1.0; leave"),
+        ({"recipe": "fp8"}, "FP8 .* per token"),
+    ):
+        with pytest.raises(UsageError, match=f"--activation-headroom widens.* {says}"):
+            quantize(beam_nano, tmp_path / "out", activation_headroom=4, **how)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="headroom is 3, expected one of 1, 2, 4"):
+        quantize(beam_nano, tmp_path / "out", activation_headroom=3)
     with pytest.raises(UsageError, match="per token"):
         quantize(beam_nano, tmp_path / "out", recipe="fp8", calibration="x")
     assert not (tmp_path / "out").exists()

@@ -124,7 +124,7 @@ def test_a_user_without_home_and_name_vllm44548(beam_nano: Path, tmp_path: Path)
     assert hub.returncode == 4
     assert "internal error" not in hub.stderr
     assert "HF_HUB_OFFLINE" in hub.stderr
-    small = ("--samples", "1", "--sequence-length", "16", "--device", "cpu", "-q")
+    small = ("--samples", "2", "--sequence-length", "64", "--device", "cpu", "-q")
     made = beamq("quantize", beam_nano, "out", *small, start=NAMELESS, folder=here, **env)
     assert made.returncode == 0, made.stderr
     report = beamq("compare", beam_nano, "out", *small, "--report", "report", start=NAMELESS,

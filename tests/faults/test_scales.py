@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
 from beamq.errors import TensorError
+from beamq.model.gemm.reference import nvfp4_operand
 from beamq.plan import recipe as recipes
 from tests.helpers import safetensors_edit as st
 from tests.helpers.checkpoint_damage import resign
@@ -449,6 +452,38 @@ def test_every_expert_gets_the_input_scale_of_its_peers(
     gate_up = f"model.layers.{layer}.mlp.experts.0.gate_proj.input_scale"
     down = f"model.layers.{layer}.mlp.experts.0.down_proj.input_scale"
     assert tensors[gate_up][2] != tensors[down][2]
+
+
+def test_larger_inputs_than_calibration_saw_have_room(beam_nano: Path, tmp_path: Path) -> None:
+    """Headroom moves input scales alone, by its factor to the bit; card and `verify` say it."""
+    small: dict[str, Any] = {"samples": 4, "sequence_length": 64, "statistics": tmp_path / "stats"}
+    made: dict[int | None, st.Tensors] = {}
+    for room in (1, 8, None):
+        output = tmp_path / str(room)
+        quantize(beam_nano, output, recipe="nvfp4", activation_headroom=room, **small)
+        made[room] = tensors_of(output)
+        small = {"calibration": tmp_path / "stats"}
+        said = 2 if room is None else room
+        record = read_json(output / "beamq.json")
+        assert record["input_scales"]["headroom"] == record["recipe"]["headroom"] == said
+        room_said = f"room for {said} times" if said > 1 else "no room above"
+        assert f"{room_said} the largest input" in (output / "README.md").read_text()
+        found = light_verify(output).check("scales.input")
+        assert (found.status, found.detail) == (
+            "pass", f"scalars: 240, for {said} x the largest calibrated input"
+        )  # fmt: skip
+    for room, factor in ((8, 8), (None, 2)):
+        for name, (dtype, shape, data) in made[1].items():
+            wanted = data
+            if name.endswith(".input_scale"):
+                wanted = (np.frombuffer(data, "<f4") * np.float32(factor)).tobytes()
+            assert made[room][name] == (dtype, shape, wanted), name
+
+    # What room is for: an input of twice the calibrated largest, as served.
+    scale = torch.tensor(2.0**-10)  # of a calibrated largest input of 2.625
+    x_TK = torch.full((1, 16), 2 * 2.625)
+    assert (nvfp4_operand(x_TK, scale) * scale == 2.625).all()
+    assert torch.equal(nvfp4_operand(x_TK, 2 * scale) * 2 * scale, x_TK)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 0.0, 1e-39, 1e37])

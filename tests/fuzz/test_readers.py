@@ -228,7 +228,7 @@ def test_statistics(tiny: Path, watch: Watch) -> None:
             )
             raw = with_length(encode(chance, spoil_tree(chance, header)), bytes(values))
         path.write_bytes(raw)
-        watch.run(lambda: input_scales(load_stats(path), config), len(raw))
+        watch.run(lambda: input_scales(load_stats(path), config, 2), len(raw))
 
 
 IDENTITY = Identity(version="1", source="s", recipe="r", input_scales="i", plan="p", checksum="c")

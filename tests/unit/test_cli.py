@@ -53,7 +53,8 @@ SURFACE = {
         | TALK
         | CALIBRATION
         | ADAPTER
-        | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"},
+        | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"}
+        | {"--activation-headroom"},
     ),
     "verify": ("checkpoint", TALK | ADAPTER | {"--source", "--level", "--quick", "--workers"}),
     "compare": (

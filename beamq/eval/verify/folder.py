@@ -536,8 +536,13 @@ def _check_experts(linears: Iterable[Linear], ledger: Ledger) -> None:
 # --- scalars --------------------------------------------------------------------------------
 
 
-def check_scalars(checkpoint: Checkpoint, inventory: Inventory, ledger: Ledger) -> None:
-    """The FP32 scalars: each usable, and equal to the bit over linears that the engines fuse."""
+def check_scalars(
+    checkpoint: Checkpoint, inventory: Inventory, manifest: Manifest | None, ledger: Ledger
+) -> None:
+    """The FP32 scalars: each usable, and equal to the bit over linears that the engines fuse.
+
+    A pass says the room that input scales have, where beamq.json records it.
+    """
     checks = {
         "weight_scale_2": ("scales.global", "scales.shared"),
         "input_scale": ("scales.input", "scales.input-shared"),
@@ -565,6 +570,11 @@ def check_scalars(checkpoint: Checkpoint, inventory: Inventory, ledger: Ledger) 
                 shown = " and ".join(map(repr, values.values()))
                 reason = "engines keep one value, and decode the other linears with it"
                 ledger.fault(shared, group, f"{suffix} differs ({shown}); {reason}")
+    headroom = None if manifest is None else manifest.input_scales.get("headroom")
+    state = ledger.states["scales.input"]
+    if isinstance(headroom, int) and state.examined:
+        room = f"for {headroom} x the largest calibrated input"
+        state.measured = f"{state.unit}: {state.examined:,}, {room}"
 
 
 def scalar_fault(value: float) -> str | None:

@@ -197,7 +197,7 @@ class _Pass:
         self.opened = self._open(folder)
         if self.opened is None:
             return None
-        check_scalars(self.opened, inventory, ledger)
+        check_scalars(self.opened, inventory, folder.manifest, ledger)
         if not every_byte:
             return None
         ledger.examined("values.zeros", len(self.opened.tensors))

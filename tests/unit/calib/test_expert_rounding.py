@@ -44,7 +44,8 @@ def served(x_TK: NDArray[np.float32], scale: np.float32) -> NDArray[np.float32]:
 class Inputs:
     """What a layer's experts read in transformers: `gate_up` all tokens; both by expert."""
 
-    def __init__(self, path: Path, ids_BT: torch.Tensor, experts: int) -> None:
+    def __init__(self, path: Path, ids_BT: torch.Tensor, experts: int, headroom: int) -> None:
+        self.headroom = np.float32(headroom)
         model = hf_model(path, FP32, experts_implementation="eager")
         module = model.model.layers[LAYER].mlp.experts
         seen: list[torch.Tensor] = []
@@ -63,7 +64,7 @@ class Inputs:
 
     def moments(self, group: str) -> NDArray[np.float64]:
         """[E, K, K] means, those of an expert with few rows drawn to those of the layer."""
-        scale = self.amax(group) / np.float32(2688)
+        scale = self.headroom * self.amax(group) / np.float32(2688)
         experts = [served(rows, scale).astype(np.float64) for rows in self.by_expert[group]]
         pool = np.concatenate(experts)
         if group == "gate_up":
@@ -76,16 +77,18 @@ class Inputs:
         return np.stack(found)
 
 
-@pytest.mark.parametrize("full", [True, False], ids=["gptq", "second-moment"])
+@pytest.mark.parametrize(
+    ("full", "headroom"), [(True, 1), (True, 64), (False, 2)], ids=["gptq", "wide", "second-moment"]
+)
 def test_moments_are_those_of_the_inputs_as_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool, headroom: int
 ) -> None:
     """Some experts have more rows than `down` has inputs, the others are drawn to the layer."""
     path = random_beam(tmp_path, sliding_window=64)
     ids = token_ids(ROWS, LENGTH, 96)
     checkpoint = open_checkpoint(path)
     config = BeamConfig.from_dict(checkpoint.config)
-    theirs = Inputs(path, ids, config.num_experts)
+    theirs = Inputs(path, ids, config.num_experts, headroom)
     few = [len(rows) < config.moe_intermediate_size for rows in theirs.by_expert["down_proj"]]
     assert any(few)
     assert not all(few)
@@ -101,6 +104,7 @@ def test_moments_are_those_of_the_inputs_as_served(
     request = RoundingRequest(
         wanted={LAYER: {(e, g) for e in range(config.num_experts) for g in expert_rounding.GROUPS}},
         method="gptq" if full else "second-moment",
+        headroom=headroom,
         write=lambda *_: None,
         stopped=lambda: False,
     )

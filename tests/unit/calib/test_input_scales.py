@@ -82,7 +82,7 @@ def sound(scale: np.float32) -> bool:
 class TestScales:
     def test_amax_over_2688_in_fp32(self, config: BeamConfig) -> None:
         amax = f32([1.7568] * EXPERTS)
-        scales = input_scales(make(layer4(experts(amax), experts(3.0))), config)
+        scales = input_scales(make(layer4(experts(amax), experts(3.0))), config, 1)
         expected = np.float32(1.7568) / np.float32(2688)
         found = scales.scale("model.layers.4.mlp.experts.0.up_proj")
         assert found.tobytes() == expected.tobytes()
@@ -91,7 +91,7 @@ class TestScales:
 
     def test_one_value_for_all_experts_is_the_largest(self, config: BeamConfig) -> None:
         amax = np.linspace(1, 5, EXPERTS)
-        scales = input_scales(make(layer4(experts(amax), experts(amax[::-1].copy()))), config)
+        scales = input_scales(make(layer4(experts(amax), experts(amax[::-1].copy()))), config, 1)
         assert {scales.scale(down(e)) for e in range(EXPERTS)} == {np.float32(5) / np.float32(2688)}
 
     def test_fused_attention_and_mlp_share(self, config: BeamConfig) -> None:
@@ -101,7 +101,7 @@ class TestScales:
             "layers.0.mlp.gate_up": InputStats(amax=f32(8), rows=i64(9)),
             "layers.0.mlp.down": InputStats(amax=f32(16), rows=i64(9)),
         }
-        scales = input_scales(make(one), config)
+        scales = input_scales(make(one), config, 1)
         fused = {
             scales.scale(f"model.layers.0.self_attn.{x}_proj") for x in ["q", "k", "v", "gate"]
         }
@@ -115,7 +115,7 @@ class TestScales:
     def test_expert_never_routed_takes_its_peers(self, config: BeamConfig) -> None:
         amax, rows = np.linspace(1, 5, EXPERTS), np.full(EXPERTS, 7)
         amax[3] = rows[3] = 0
-        scales = input_scales(make(layer4(experts(amax, rows), experts(amax, rows))), config)
+        scales = input_scales(make(layer4(experts(amax, rows), experts(amax, rows))), config, 1)
         assert scales.scale(down(3)) == np.float32(5) / np.float32(2688)
         assert scales.floored == ()
 
@@ -123,12 +123,12 @@ class TestScales:
     def test_zero_or_denormal_input(self, config: BeamConfig, tiny: float) -> None:
         one = np.linspace(1, 5, EXPERTS)
         one[3] = tiny
-        scales = input_scales(make(layer4(experts(2.0), experts(one))), config)
+        scales = input_scales(make(layer4(experts(2.0), experts(one))), config, 1)
         assert scales.scale(down(3)) == np.float32(5) / np.float32(2688)
         assert scales.scale("model.layers.4.mlp.experts.3.up_proj") == np.float32(2) / np.float32(
             2688
         )
-        scales = input_scales(make(layer4(experts(2.0), experts(tiny))), config)
+        scales = input_scales(make(layer4(experts(2.0), experts(tiny))), config, 1)
         assert scales.scale(down(3)) == MIN_SCALE
         assert sound(scales.scale(down(3)))
         assert scales.floored == ("layers.4.experts.down",)
@@ -142,7 +142,7 @@ class TestScales:
         )
     )
     def test_any_amax_gives_a_sound_scale(self, config: BeamConfig, amax: list[float]) -> None:
-        scales = input_scales(make(layer4(experts(amax), experts(amax))), config)
+        scales = input_scales(make(layer4(experts(amax), experts(amax))), config, 1)
         found = scales.scale(down(0))
         assert sound(found)
         assert found >= np.float32(max(amax)) / np.float32(2688)
@@ -152,7 +152,7 @@ class TestScales:
         assert MIN_SCALE * np.float32(1e-6) >= SMALLEST_NORMAL
 
     def test_linear_without_statistics_is_refused(self, config: BeamConfig) -> None:
-        scales = input_scales(make(layer4(experts(1.0), experts(1.0))), config)
+        scales = input_scales(make(layer4(experts(1.0), experts(1.0))), config, 1)
         scales.require([down(e) for e in range(EXPERTS)])
         missing = [f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"]
         with pytest.raises(CalibrationError, match="q_proj and 3 more; calibrate"):
@@ -162,7 +162,7 @@ class TestScales:
 
     def test_digest_follows_the_values(self, config: BeamConfig) -> None:
         def digest(value: float) -> str:
-            return input_scales(make(layer4(experts(1.0), experts(value))), config).digest
+            return input_scales(make(layer4(experts(1.0), experts(value))), config, 1).digest
 
         assert digest(1.0) == digest(1.0) != digest(1.0000001)
         assert digest(1.0) != constant_scales().digest
@@ -196,7 +196,7 @@ class TestRefused:
         message: str,
     ) -> None:
         with pytest.raises(CalibrationError, match=message):
-            input_scales(make(inputs()), config)
+            input_scales(make(inputs()), config, 1)
 
     def test_experts_in_a_dense_layer(self, config: BeamConfig) -> None:
         found = {
@@ -204,19 +204,19 @@ class TestRefused:
             for name, entry in layer4(experts(1.0), experts(1.0)).items()
         }
         with pytest.raises(CalibrationError, match="layer 0 is dense"):
-            input_scales(make(found), config)
+            input_scales(make(found), config, 1)
 
     def test_routing_in_a_dense_layer(self, config: BeamConfig) -> None:
         with pytest.raises(CalibrationError, match=r"layers\.0\.experts\.routed_tokens does not"):
-            input_scales(make({}, routed_tokens={0: i64([1] * EXPERTS)}), config)
+            input_scales(make({}, routed_tokens={0: i64([1] * EXPERTS)}), config, 1)
 
     def test_another_number_of_experts(self, config: BeamConfig) -> None:
         fewer = replace(config, num_experts=8)
         stats = make(layer4(experts(1.0), experts(1.0)))
         with pytest.raises(CalibrationError, match="it has 16 experts, not 8"):
-            input_scales(stats, fewer)
+            input_scales(stats, fewer, 1)
         with pytest.raises(CalibrationError, match="sparse layers have 8 experts each"):
-            input_scales(replace(stats, inputs={}), fewer)
+            input_scales(replace(stats, inputs={}), fewer, 1)
 
 
 class TestCoverage:

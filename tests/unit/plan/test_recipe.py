@@ -8,7 +8,7 @@ import pytest
 
 from beamq.beam.tensors import Role
 from beamq.errors import RecipeError
-from beamq.plan.recipe import BUILT_IN, load_recipe, matches, parse_recipe
+from beamq.plan.recipe import BUILT_IN, HEADROOM, load_recipe, matches, parse_recipe
 
 GOOD = {"name": "x", "summary": "y", "rules": {"expert": "nvfp4"}}
 
@@ -43,6 +43,28 @@ def test_scales_are_swept_unless_it_says_otherwise() -> None:
     assert parse_recipe(weighed.to_dict()) == weighed
 
 
+def test_input_scales_have_room_unless_the_bytes_are_model_optimizers() -> None:
+    rooms = {name: load_recipe(name).headroom for name in BUILT_IN}
+    assert {name for name, room in rooms.items() if room == 1} == {
+        "nvfp4-max",
+        "fp8",
+        "fp8-experts",
+    }
+    assert (
+        {room for room in rooms.values() if room != 1}
+        == {HEADROOM}
+        == {parse_recipe(GOOD).headroom}
+    )
+    wide = load_recipe("nvfp4").with_options(headroom=8)
+    assert wide.headroom == 8
+    assert parse_recipe(wide.to_dict()) == wide
+    assert (
+        wide.digest()
+        != load_recipe("nvfp4").digest()
+        == load_recipe("nvfp4").with_options().digest()
+    )
+
+
 BAD: dict[str, tuple[dict[str, object], str]] = {
     "unknown key": ({"quantise": 1}, "unknown key quantise"),
     "no rules": ({"rules": {}}, "rules must map"),
@@ -66,6 +88,13 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "a number for a word": ({"rounding": 4}, "rounding is 4, expected nearest or gptq"),
     "unknown weighting": ({"weighting": "amax"}, "expected none or second-moment"),
     "swept fp8": ({"rules": {"expert": "fp8"}, "scales": "sweep"}, "expected max"),
+    "headroom of 3": ({"headroom": 3}, "headroom is 3, expected a power of two from 1 to 64"),
+    "headroom of 0": ({"headroom": 0}, "headroom is 0, expected"),
+    "headroom of 128": ({"headroom": 128}, "headroom is 128, expected"),
+    "headroom true": ({"headroom": True}, "headroom is True, expected"),
+    "headroom a word": ({"headroom": "2"}, "headroom is '2', expected"),
+    "headroom a list": ({"headroom": [2]}, "headroom is .*, expected"),
+    "headroom in fp8": ({"rules": {"expert": "fp8"}, "headroom": 2}, "FP8 has none; leave it out"),
     "kv cache": ({"kv_cache": "int8"}, "kv_cache"),
     "exclude not a list": ({"exclude": "gate"}, "list of patterns"),
     "bad regex": ({"exclude": ["re:("]}, "not a regular expression"),
