@@ -50,7 +50,7 @@ def doctor_data() -> dict[str, Any]:
     """The JSON of `beamq doctor`: a value that cannot be found out is null, and GPUs are a list."""
     from beamq.convert.resources import default_workers
 
-    backend, fault = _cpu_kernels()
+    backend, fault, lack = _cpu_kernels()
     gpus, gpu_note = _gpus()
     cores = os.cpu_count()
     memory = limits.memory()
@@ -76,7 +76,7 @@ def doctor_data() -> dict[str, Any]:
             for folder in dict.fromkeys((os.getcwd(), tempfile.gettempdir()))
         ],
     }
-    data["hints"] = _hints(data)
+    data["hints"] = [*([lack] if lack else []), *_hints(data)]
     return data
 
 
@@ -120,13 +120,13 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _cpu_kernels() -> tuple[str | None, str | None]:
-    """Which kernels conversion would use, or why there are none."""
+def _cpu_kernels() -> tuple[str | None, str | None, str | None]:
+    """Which kernels conversion would use, or why there are none; what to do about slow ones."""
     try:
         from beamq.formats.kernels import cpu
     except Exception as fault:  # whatever it is, the user asked for it
-        return None, f"{type(fault).__name__}: {str(fault)[:200]}"
-    return cpu.BACKEND, None
+        return None, f"{type(fault).__name__}: {str(fault)[:400]}", None
+    return cpu.BACKEND, None, cpu.LACK
 
 
 def _gpus() -> tuple[list[dict[str, Any]], str]:
@@ -181,11 +181,6 @@ def _gemm_blocks(gemm: dict[str, Any] | None) -> list[Block]:
 def _hints(data: dict[str, Any]) -> list[str]:
     hints = []
     kernels, gpus = data["kernels"]["cpu"], data["gpus"]
-    if kernels == "torch":
-        hints.append(
-            "the compiled CPU kernels are missing, so conversion on a CPU is about fifty times"
-            " slower; install a C compiler, then reinstall beamq"
-        )
     if kernels is None:
         hints.append("no CPU kernels: install a C compiler and reinstall beamq, or install torch")
     sm_120 = any(gpu["capability"] in ("12.0", "12.1") for gpu in gpus)

@@ -13,6 +13,7 @@ without a GPU does not import torch. Under torchrun each rank of a machine has a
 
 from __future__ import annotations
 
+import logging
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,15 @@ from pathlib import Path
 from beamq import devices, limits
 from beamq.convert.cpu_worker import HELD_BYTES, CpuWorkerFactory, WorkerFactory, piece_bytes
 from beamq.errors import DeviceError, MemoryBudgetError
+from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.shard_cache import check_budget
 from beamq.plan.plan import JobKind, Work
 from beamq.ranks import Ranks, cores_here
 from beamq.units import show_bytes
 
+_LOG = logging.getLogger("beamq")
+SLOW_NBYTES = 500_000_000  # of source, which take half a minute without the compiled kernels
 DEFAULT_MEMORY_BYTES = 1_500_000_000
 THREAD_BYTES = 1 << 23  # address space of a thread, besides its stack
 START_SECONDS = 8.0
@@ -165,6 +169,14 @@ def check_room(work: Work, workers: int, budget: int) -> None:
             f"the limit on address space (ulimit -v) is {show_bytes(limit)} and"
             f" {show_bytes(used + needed)} are needed; raise it, or {fewer}"
         )
+
+
+def warn_of_slow_kernels(work: Work, factory: WorkerFactory) -> None:
+    """Log a warning where a long conversion on a CPU lacks the compiled kernels."""
+    if cpu.LACK is None or not isinstance(factory, CpuWorkerFactory):
+        return
+    if sum(job.source_nbytes for job in work.jobs) >= SLOW_NBYTES:
+        _LOG.warning("warning: %s", cpu.LACK)
 
 
 def check_cache(work: Work, budget: int) -> None:

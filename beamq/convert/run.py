@@ -30,7 +30,7 @@ from beamq.convert.cpu_worker import JobContext, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.convert.open_shards import OpenShards, join
 from beamq.convert.options import ConvertOptions, DequantizeOptions, MergeOptions, RepairOptions
-from beamq.convert.resources import check_cache, check_room
+from beamq.convert.resources import check_cache, check_room, warn_of_slow_kernels
 from beamq.errors import Interrupted, ResumeError, TensorError, counted
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
@@ -120,6 +120,7 @@ class Conversion:
             with self.ranks.meeting():
                 check_room(self.work, self.workers, self.memory)
                 if first:
+                    warn_of_slow_kernels(self.work, self.factory)
                     check_small_tensors(self.checkpoint, self.work)
                     claim = output_folder.Claim(
                         self.output, resume=options.resume, overwrite=options.overwrite

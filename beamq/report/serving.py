@@ -117,7 +117,8 @@ class ServingView:
         )
         if self._plan.recipe.format == "nvfp4":
             blocks.append(
-                "H100 and H200 have no FP4 units: SGLang refuses NVFP4 there. Serve FP8 on them."
+                "H100 and H200 have no FP4 units. vLLM serves NVFP4 on them with 4-bit weights and"
+                " BF16 activations; SGLang refuses it there and serves FP8."
             )
         if self._context > self._config.max_position_embeddings:
             blocks.append(

@@ -7,7 +7,8 @@ Out: bytes equal to those of formats/nvfp4.py and formats/fp8.py, and small reco
 
 The C extension `_cpu` does the work and releases the GIL, so threads scale over chunks of rows.
 Where it could not be built, `torch_twin` computes the same, some fifty times slower. `BACKEND` says
-which is in use; BEAMQ_CPU_KERNELS, "torch" or "c", insists on one of them.
+which is in use; BEAMQ_CPU_KERNELS, "torch" or "c", insists on one of them. `LACK` is None, or where
+the slow one is in use for want of the other, a sentence with the cause and the remedy.
 
 Every function raises ValueError, before it writes anything, for a size, dtype or k that does not
 fit: a defect of the caller. Non-finite values are counted and never raised, since only the caller
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from beamq.errors import EnvironmentFault
@@ -87,27 +89,46 @@ class ScaleScan:
     """Index of the first of any kind, -1 if there is none."""
 
 
-def _choose() -> tuple[Any, Literal["c", "torch"]]:
+def _remedy(missing: bool) -> str:
+    """How to get the compiled kernels: in a clone they are built, elsewhere installed."""
+    tree = Path(__file__).resolve().parents[3]
+    if (tree / "setup.py").is_file() and (tree / "beamq" / "formats").is_dir():
+        where = f"in {tree}"
+        if missing:
+            return f"run `python setup.py build_ext --inplace` {where}, with a C compiler"
+        return f"run `python setup.py build_ext --inplace --force` {where}, with a C compiler"
+    return "reinstall beamq where there is a C compiler"
+
+
+def _choose() -> tuple[Any, Literal["c", "torch"], str | None]:
+    """The back end, its name, and `LACK`."""
     wanted = os.environ.get("BEAMQ_CPU_KERNELS", "")
     if wanted not in ("", "c", "torch"):
         raise EnvironmentFault(f"BEAMQ_CPU_KERNELS is '{wanted}'; it may be 'c' or 'torch'")
+    lack = None
     if wanted != "torch":
         try:
             from beamq.formats.kernels import _cpu  # absent where no compiler was found
 
-            return _cpu, "c"
+            return _cpu, "c", None
         except ImportError as error:
+            missing = not list(Path(__file__).parent.glob("_cpu.*.so"))
+            why = "are not built" if missing else f"cannot be loaded ({error})"
+            remedy = _remedy(missing)
             if wanted == "c":
                 raise EnvironmentFault(
-                    f"BEAMQ_CPU_KERNELS=c, but the compiled kernels cannot be imported ({error}). "
-                    "Reinstall beamq on a machine with a C compiler."
+                    f"BEAMQ_CPU_KERNELS=c, but the compiled CPU kernels {why}; {remedy}"
                 ) from error
+            lack = (
+                f"the compiled CPU kernels {why}, so conversion on a CPU is about fifty times"
+                f" slower; {remedy}"
+            )
     from beamq.formats.kernels import torch_twin  # imports torch
 
-    return torch_twin, "torch"
+    return torch_twin, "torch", lack
 
 
-_backend, BACKEND = _choose()
+_backend, BACKEND, LACK = _choose()
 
 
 def nvfp4_global_scale(amax: float) -> float:

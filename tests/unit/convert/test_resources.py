@@ -19,6 +19,7 @@ from beamq.convert.resources import (
     choose_conversion_device,
     open_workers,
     saved_seconds,
+    warn_of_slow_kernels,
     worker_sentence,
 )
 from beamq.errors import DeviceError, UsageError
@@ -167,3 +168,16 @@ def test_the_sentence_tells_of_several_processes(processes: int, text: str) -> N
     choice = resources.DeviceChoice(device="cpu")
     factory = open_workers(choice, None, None, memory=1, workers=1)  # type: ignore[arg-type]
     assert worker_sentence(choice, factory, 1, processes=processes) == text
+
+
+def test_a_long_conversion_without_compiled_kernels_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    factory = open_workers(resources.DeviceChoice(device="cpu"), None, None, memory=1, workers=1)  # type: ignore[arg-type]
+    warn_of_slow_kernels(work(GB), factory)
+    monkeypatch.setattr(resources.cpu, "LACK", "they are not built")
+    warn_of_slow_kernels(work(GB // 10), factory)
+    warn_of_slow_kernels(work(GB), object())  # type: ignore[arg-type]  # a GPU's
+    assert not caplog.messages
+    warn_of_slow_kernels(work(GB), factory)
+    assert caplog.messages == ["warning: they are not built"]

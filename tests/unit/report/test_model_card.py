@@ -291,7 +291,7 @@ def test_a_comparison_takes_its_place_and_is_replaced(plan: Plan, tmp_path: Path
 
 
 def test_serving_of_the_real_model_is_what_the_engines_take(beam_nano: Path) -> None:
-    """501B: NVFP4 needs Blackwell; FP8 does not; tensors that are not Beam's stop both engines."""
+    """501B: NVFP4 in vLLM also on Hopper, in SGLang not; FP8 in both on both."""
     nvfp4, fp8 = (real_plan(beam_nano, recipe) for recipe in ("nvfp4", "fp8"))
     assert smallest_tensor_parallel(nvfp4, "b200") == 2
     assert smallest_tensor_parallel(nvfp4, "b300") == 2
@@ -301,7 +301,14 @@ def test_serving_of_the_real_model_is_what_the_engines_take(beam_nano: Path) -> 
     )
     assert "# 2 x B200 180 GB or B300" in text
     assert "--tp 2 --moe-runner-backend flashinfer_trtllm" in text
-    assert "H200 141 GB" not in text
+    vllm, _, sglang = text.partition("**SGLang**")
+    assert "# 4 x H200 141 GB" in vllm
+    assert "the activations BF16" in vllm
+    assert "H200 141 GB" not in sglang
+    assert "ran small NVFP4 Beams by beamq on H200s" in sglang
+    assert "SGLang 0.5.23 ran small FP8 Beams" in other
+    assert "this checkpoint itself were not run" in text
+    assert "this checkpoint itself" in other
     assert "# 8 x H100 80 GB or H200 141 GB" in other
     assert "moe-runner" not in other
     for engines in ENGINES.values():

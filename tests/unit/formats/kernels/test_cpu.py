@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -391,3 +393,31 @@ def test_choice_of_backend() -> None:
     refused = chosen("cuda")
     assert refused.returncode != 0
     assert "BEAMQ_CPU_KERNELS is 'cuda'" in refused.stderr
+
+
+def test_what_to_do_where_the_compiled_kernels_are_missing(tmp_path: Path) -> None:
+    """In a clone they are built; an installed package is installed again."""
+    package = Path(cpu.__file__).parents[2]
+    program = "from beamq.formats.kernels import cpu; print(cpu.BACKEND, cpu.LACK)"
+
+    def lack(tree: Path, value: str = "") -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(tree), "BEAMQ_CPU_KERNELS": value}
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True,
+            cwd=tmp_path,
+        )  # fmt: skip
+
+    tree = tmp_path / "tree"
+    shutil.copytree(package, tree / "beamq", ignore=shutil.ignore_patterns("_cpu.*.so", "*.pyc"))
+    said = lack(tree).stdout
+    assert said.startswith("torch the compiled CPU kernels are not built, so conversion on a CPU")
+    assert said.endswith("fifty times slower; reinstall beamq where there is a C compiler\n")
+    (tree / "setup.py").touch()
+    build = f"run `python setup.py build_ext --inplace` in {tree}"
+    assert build in lack(tree).stdout
+    assert build in lack(tree, "c").stderr
+    assert lack(tree, "torch").stdout == "torch None\n"  # what was asked for
+    (tree / "beamq" / "formats" / "kernels" / "_cpu.abi3.so").write_bytes(b"of another machine")
+    said = lack(tree).stdout
+    assert "kernels cannot be loaded (" in said
+    assert "build_ext --inplace --force` in" in said
