@@ -75,10 +75,15 @@ class Turn:
     cpu_s: float
 
 
-def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[Turn]]:
+def in_turns(
+    ways: Mapping[str, Callable[[], object]],
+    rounds: int,
+    after: Callable[[], object] = lambda: None,
+) -> dict[str, list[Turn]]:
     """Call each of `ways` once a round, after one round to warm up that is not counted.
 
-    CPU time is hardly disturbed by other processes; wall time is.
+    `after` is called after each and not timed: to remove a large output takes as long as to write
+    it. CPU time is hardly disturbed by other processes; wall time is.
     """
     found: dict[str, list[Turn]] = {name: [] for name in ways}
     for number in range(rounds + 1):

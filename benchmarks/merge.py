@@ -135,7 +135,6 @@ def measure_device(work: Path, what: Slice, rank: int, rounds: int, device: str)
     make_adapter(adapter, what, rank)
 
     def convert(recipe: str, given: Path | None) -> None:
-        shutil.rmtree(output, ignore_errors=True)
         plain = recipe == "fp8"
         beamq.quantize(
             source, output, recipe=recipe, adapter=given, device=device, no_calibration=not plain
@@ -146,7 +145,7 @@ def measure_device(work: Path, what: Slice, rank: int, rounds: int, device: str)
         for recipe in ("fp8", "nvfp4-max")
         for given in (None, adapter)
     }
-    turns = in_turns(calls, rounds)
+    turns = in_turns(calls, rounds, after=partial(shutil.rmtree, output))
     return {
         "machine": machine(), "device": device, "source_bytes": nbytes, "rank": rank,
         "rounds": rounds, "wall_s": {way: median_s(each) for way, each in turns.items()},

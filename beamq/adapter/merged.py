@@ -63,7 +63,7 @@ if TYPE_CHECKING:  # imported by the commands: NumPy and torch come later
 TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
 PIECE_BYTES = 1 << 24
 MAX_READERS = 16
-HELD_TENSORS = 3  # packed pairs of experts: two of a layer, and one of the next
+HELD_TENSORS = 4  # of packed experts, whose columns are needed: most often the two B of two layers
 NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a sum is
 
 

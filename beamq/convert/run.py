@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -182,9 +184,10 @@ class Conversion:
         `shards` finalises a shard when its last job is added.
         """
         count = min(self.factory.count(self.workers), len(jobs))
-        # A packed adapter is held a layer at a time, so all work at the same layer.
-        in_order = bool(self.work.remote_shards) or self.checkpoint.source.merged is not None
-        queues = queue_count(count, in_order=in_order)
+        merged = self.checkpoint.source.merged is not None
+        if merged and not self.work.remote_shards:
+            jobs = spread(jobs)
+        queues = queue_count(count, in_order=merged or bool(self.work.remote_shards))
         scheduler = Scheduler(jobs, workers=count, queues=queues)
 
         def convert_jobs(number: int) -> None:
@@ -313,6 +316,26 @@ class Conversion:
 WORKERS_OF_A_QUEUE = 2
 MAX_QUEUES = 8  # shards that a crash may leave unfinished
 READ_AHEAD_JOBS = 2  # for each worker
+
+
+def spread(jobs: Sequence[Job]) -> list[Job]:
+    """The jobs of one layer after the other, those of a layer dealt from its shards in turn.
+
+    A packed adapter is held a layer at a time, so all workers convert the same layer; and those
+    that write to one file wait for each other.
+    """
+    found: list[Job] = []
+    for _, layer in groupby(jobs, key=lambda job: job.members[0].role.layer):
+        by_shard: dict[int, list[Job]] = {}
+        for job in layer:
+            by_shard.setdefault(job.shard, []).append(job)
+        places = [
+            ((place + 0.5) / len(each), job)
+            for each in by_shard.values()
+            for place, job in enumerate(each)
+        ]
+        found += [job for _, job in sorted(places, key=itemgetter(0))]
+    return found
 
 
 def queue_count(workers: int, *, in_order: bool) -> int:

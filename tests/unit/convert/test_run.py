@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from beamq.convert.run import READ_AHEAD_JOBS, Scheduler, queue_count
+from beamq.convert.run import READ_AHEAD_JOBS, Scheduler, queue_count, spread
 
 
 @dataclass
@@ -78,3 +79,20 @@ def test_every_job_is_taken_once_by_many_threads(queues: int) -> None:
 
 def test_more_queues_than_shards() -> None:
     assert sorted(all_of(scheduler_of([2, 1], workers=16, queues=8), 5)) == [0, 1, 2]
+
+
+def test_jobs_of_a_layer_are_dealt_from_its_shards_in_turn() -> None:
+    where = [(None, 0), *[(3, 0)] * 2, *[(3, 1)] * 4, (4, 1), (4, 2), (None, 2)]  # layer, shard
+    jobs: Any = [
+        SimpleNamespace(
+            members=(SimpleNamespace(role=SimpleNamespace(layer=layer)),), shard=shard, place=place
+        )
+        for place, (layer, shard) in enumerate(where)
+    ]
+    dealt: Any = spread(jobs)
+    assert [each.shard for each in dealt] == [0, 1, 0, 1, 1, 0, 1, 1, 2, 2]
+    layers = [each.members[0].role.layer for each in dealt]
+    assert layers == [None, *[3] * 6, 4, 4, None]
+    for shard in range(3):  # each shard from front to back
+        places = [each.place for each in dealt if each.shard == shard]
+        assert places == sorted(places)
