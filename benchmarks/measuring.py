@@ -93,6 +93,7 @@ def in_turns(
             turn = Turn(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
             if number:
                 found[name].append(turn)
+            after()
     return found
 
 
