@@ -61,7 +61,7 @@ if TYPE_CHECKING:  # imported by the commands: NumPy and torch come later
     Floats = NDArray[np.float32]
 
 TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
-PIECE_BYTES = 1 << 24
+PIECE_BYTES = 1 << 22
 MAX_READERS = 16
 HELD_TENSORS = 4  # of packed experts, whose columns are needed: most often the two B of two layers
 NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a sum is
@@ -121,26 +121,27 @@ def open_adapter(adapter: str | Path) -> Adapter:
 
 
 def _digest(files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]) -> str:
-    """SHA-256 over the config and each tensor's own. Raises `AdapterError` for a value not finite.
+    """SHA-256 over the config, and over the digests of all tensors' pieces.
 
-    Tensors are read by several threads: an adapter of all experts has some 2% of the model's bytes.
+    Several threads read them: an adapter of all experts has 2% of the model's bytes or more.
+    Raises `AdapterError` for a value that is not finite.
     """
 
-    def own(spec: TensorSpec) -> bytes:
-        found = hashlib.sha256(f"{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
-        for start in range(0, spec.nbytes, PIECE_BYTES):
-            piece = memoryview(bytearray(min(PIECE_BYTES, spec.nbytes - start)))
-            files.read(spec.file, spec.offset + start, piece, spec.name)
-            found.update(piece)
-            if spec.dtype in FLOAT_SOURCES and cpu.amax(piece, spec.dtype).nonfinite:
-                raise AdapterError(
-                    f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
-                )
-        return found.digest()
+    def of_piece(spec: TensorSpec, start: int) -> bytes:
+        piece = bytearray(min(PIECE_BYTES, spec.nbytes - start))
+        files.read(spec.file, spec.offset + start, memoryview(piece), spec.name)
+        if spec.dtype in FLOAT_SOURCES and cpu.amax(piece, spec.dtype).nonfinite:
+            raise AdapterError(
+                f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
+            )
+        return hashlib.sha256(piece).digest()
 
     digest = hashlib.sha256(config)
+    for spec in tensors:
+        digest.update(f"\n{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
+    pieces = [(spec, at) for spec in tensors for at in range(0, spec.nbytes, PIECE_BYTES)]
     with ThreadPoolExecutor(min(usable_cores(), MAX_READERS)) as pool:
-        for each in pool.map(own, tensors):
+        for each in pool.map(of_piece, *zip(*pieces, strict=True)) if pieces else ():
             digest.update(each)
     return digest.hexdigest()
 
