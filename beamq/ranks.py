@@ -30,8 +30,8 @@ MEETING_TIMEOUT = timedelta(hours=12)  # a rank may have a terabyte more to writ
 NOTICE_SECONDS = 15.0  # of waiting before a message
 PATIENCE_SECONDS = 600.0  # for the other processes to start
 LOST = (
-    "another process of this run was lost; start all of them again (quantize, calibrate and"
-    " dequantize resume with --resume)"
+    "another process of this run was lost; start all of them again (quantize, calibrate,"
+    " dequantize and merge resume with --resume)"
 )
 _TURN_SECONDS = 0.2
 _LOG = logging.getLogger("beamq")

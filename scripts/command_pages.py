@@ -20,7 +20,7 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "commands"
 SEE = {
     "plan": ("quantize", "hub.md"),
     "calibrate": ("quantize", "calibration.md"),
-    "quantize": ("verify", "plan", "calibration.md", "adapters.md"),
+    "quantize": ("verify", "plan", "calibration.md", "adapters.md", "clusters.md"),
     "verify": ("compare", "repair", "verify.md"),
     "compare": ("sensitivity", "report-schema.md"),
     "sensitivity": ("compare", "quantize"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
@@ -29,7 +29,7 @@ from beamq.calib.statistics import (
 )
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.files import user_path
-from beamq.io.lock import OutputLock, refuse_busy
+from beamq.io.lock import OutputLock, check_shared, refuse_busy
 from beamq.io.shard_writer import disk_errors, make_folder
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.sources import map_sources
@@ -163,6 +163,9 @@ def _run(target: Path, setup: CalibrationSetup, events: CalibrationEvents) -> Ca
                 with disk_errors(state.folder, "creating the state folder"):
                     make_folder(state.folder)
                 lock = OutputLock(state.folder)
+        check_shared(state.folder, ranks)
+        with ranks.meeting():
+            if ranks.first:
                 if options.overwrite:
                     state.clear()
                 state.begin(resume=options.resume)
@@ -177,6 +180,8 @@ def _run(target: Path, setup: CalibrationSetup, events: CalibrationEvents) -> Ca
     finally:
         if lock is not None:
             lock.release()
+            with suppress(OSError):  # it has a state
+                state.folder.rmdir()
 
 
 def run_pass(

@@ -37,6 +37,7 @@ from beamq.errors import Interrupted, ResumeError, TensorError, counted
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_identity, sound_counts
+from beamq.io.lock import check_shared
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_writer import publish
 from beamq.plan.plan import Job, JobKind, Work
@@ -127,6 +128,7 @@ class Conversion:
                     claim = output_folder.Claim(
                         self.output, resume=options.resume, overwrite=options.overwrite
                     )
+            check_shared(self.output, self.ranks)
             if options.resume and (whole := self._already_whole(identity)) is not None:
                 if first:
                     journal.remove()  # the last step, if a crash came before it

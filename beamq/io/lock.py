@@ -1,4 +1,5 @@
-"""Locks against a second process in a folder: flock, or where there is none a touched file.
+"""Locks against a second process in a folder: flock, or where there is none a touched file; and
+whether all ranks of a run see one and the same folder.
 
 In: a folder. Out: its lock, or who has it.
 
@@ -17,6 +18,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import threading
 import time
 from contextlib import suppress
@@ -24,9 +26,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from beamq.errors import BeamqError, OutputBusyError
+from beamq.errors import BeamqError, EnvironmentFault, OutputBusyError
 from beamq.io.files import parse_json, read_small
-from beamq.io.shard_writer import disk_errors
+from beamq.io.shard_writer import disk_errors, write_file
+from beamq.ranks import Ranks
 
 LOCK_NAME = ".beamq.lock"
 HELD = ".held"
@@ -34,6 +37,7 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSU
 BEAT_SECONDS, STALE_SECONDS = 20.0, 300.0
 LOCK_TRIES, LOCK_PAUSE = 3, 0.02  # seconds between them
 MAX_LOCK_BYTES = 1 << 12
+SEEN_SECONDS, LOOK_SECONDS = 90.0, 0.2  # NFS believes for 60 seconds that a file is not there
 
 
 class Lock:
@@ -217,6 +221,34 @@ class OutputLock:
     def release(self) -> None:
         """Remove and unlock."""
         self._lock.release()
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Raise `EnvironmentFault` at all ranks if one does not see a file that the first one wrote to
+    the folder: it is on another machine, where that name is another folder.
+
+    Network file systems show a new file to other machines only after a while; so this waits.
+    """
+    if ranks.world == 1:
+        return
+    host = os.uname().nodename
+    name, writer = ranks.gather((f"{LOCK_NAME}.seen-{secrets.token_hex(8)}", host))[0]
+    with ranks.meeting():
+        if ranks.first:
+            write_file(folder / name, b"")
+    end = time.monotonic() + SEEN_SECONDS
+    try:
+        with ranks.agreeing():
+            while not (folder.is_dir() and name in os.listdir(folder)):  # asks the server anew
+                if time.monotonic() > end:
+                    raise EnvironmentFault(
+                        f"{folder}: rank {ranks.rank} on {host} does not see what rank 0 on"
+                        f" {writer} writes there; give a place that all machines share"
+                    )
+                time.sleep(LOOK_SECONDS)
+    finally:
+        if ranks.first:
+            (folder / name).unlink(missing_ok=True)
 
 
 def refuse_busy(folder: Path) -> None:
