@@ -69,12 +69,16 @@ NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a su
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter's files, its config and tensors, and a SHA-256 over all of its content."""
+    """An adapter's files, its config and tensors, and a SHA-256 over all of its content.
+
+    `zeros` names the tensors in which every value is zero.
+    """
 
     files: SourceFiles
     config: AdapterConfig
     tensors: tuple[TensorSpec, ...]
     digest: str
+    zeros: frozenset[str]
 
     @property
     def label(self) -> str:
@@ -109,31 +113,41 @@ def open_adapter(adapter: str | Path) -> Adapter:
                 )
             )
         tensors, _ = files.header(WEIGHTS_NAME)
+        digest, zeros = _read_all(files, files.path(CONFIG_NAME).read_bytes(), tensors)
         return Adapter(
             files=files,
             config=config,
             tensors=tuple(tensors),
-            digest=_digest(files, files.path(CONFIG_NAME).read_bytes(), tensors),
+            digest=digest,
+            zeros=zeros,
         )
     except BaseException:
         files.close()
         raise
 
 
-def _digest(files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]) -> str:
-    """SHA-256 over the config, and over the digests of all tensors' pieces.
+def _read_all(
+    files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]
+) -> tuple[str, frozenset[str]]:
+    """A digest, and the names of tensors that hold only zeros.
 
-    Several threads read them: an adapter of all experts has 2% of the model's bytes or more.
-    Raises `AdapterError` for a value that is not finite.
+    The digest is a SHA-256 over the config, and over those of all tensors' pieces. Several threads
+    read them: an adapter of all experts has 2% of the model's bytes or more. Raises `AdapterError`
+    for a value that is not finite.
     """
+    changing: set[str] = set()
 
     def of_piece(spec: TensorSpec, start: int) -> bytes:
         piece = bytearray(min(PIECE_BYTES, spec.nbytes - start))
         files.read(spec.file, spec.offset + start, memoryview(piece), spec.name)
-        if spec.dtype in FLOAT_SOURCES and cpu.amax(piece, spec.dtype).nonfinite:
-            raise AdapterError(
-                f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
-            )
+        if spec.dtype in FLOAT_SOURCES:
+            found = cpu.amax(piece, spec.dtype)
+            if found.nonfinite:
+                raise AdapterError(
+                    f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
+                )
+            if found.amax:
+                changing.add(spec.name)
         return hashlib.sha256(piece).digest()
 
     digest = hashlib.sha256(config)
@@ -143,7 +157,7 @@ def _digest(files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]) ->
     with ThreadPoolExecutor(min(usable_cores(), MAX_READERS)) as pool:
         for each in pool.map(of_piece, *zip(*pieces, strict=True)) if pieces else ():
             digest.update(each)
-    return digest.hexdigest()
+    return digest.hexdigest(), frozenset(spec.name for spec in tensors) - changing
 
 
 def open_merged(
@@ -248,11 +262,18 @@ class MergedFiles(SourceFiles):
         """What beamq.json, the card and the plan say of the adapter."""
         found, config = self.assignment, self.adapter.config
         notes = [*found.notes, *_own_texts(self.inner, self.adapter.files)]
-        scalings = Counter(
-            (each.rank, each.scaling)
-            for each in found.updates.values()
-            if isinstance(each, LowRank)
+        pairs = [each for each in found.updates.values() if isinstance(each, LowRank)]
+        zeros = sum(
+            not self.adapter.zeros.isdisjoint((each.a.spec.name, each.b.spec.name))
+            for each in pairs
+            if each.magnitude is None
         )
+        if zeros:
+            notes.append(
+                f"{zeros:,} of {len(pairs):,} low-rank updates have an A or B of zeros and"
+                " change nothing; was the adapter trained?"
+            )
+        scalings = Counter((each.rank, each.scaling) for each in pairs)
         form = found.form
         return {
             "name": self.adapter.label,

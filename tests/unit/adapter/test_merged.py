@@ -280,8 +280,11 @@ def test_a_pair_with_a_side_of_zeros_copies_the_bytes(nano_copy: Path, tmp_path:
     tensors[f"{Q}.lora_B.weight"].zero_()
     found = merged(nano_copy, made(tmp_path / "zero", tensors))
     assert weights(found) == weights(open_checkpoint(nano_copy))
+    assert "1 of 1 low-rank updates have an A or B of zeros" in merged_notes(found)[-1]
     tensors[f"{Q}.lora_B.weight"][5, 0] = 1
-    touched = merged(nano_copy, made(tmp_path / "one", tensors)).tensor(f"{Q}.weight")
+    one = merged(nano_copy, made(tmp_path / "one", tensors))
+    assert "of zeros" not in " ".join(merged_notes(one))
+    touched = one.tensor(f"{Q}.weight")
     assert not torch.signbit(touched[0, :8]).any()
 
 
