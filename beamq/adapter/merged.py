@@ -44,9 +44,10 @@ from beamq.adapter.read import (
 )
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, classify, packed_shape
-from beamq.errors import AdapterError, TensorError, UsageError, counted
+from beamq.errors import AdapterError, TensorError, UsageError, counted, shown_value
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint, open_checkpoint, open_files
+from beamq.io.manifest import Manifest
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import Header, Prefetch, SourceFiles
@@ -577,11 +578,23 @@ class MergedFiles(SourceFiles):
                     )
 
 
+def recorded_adapter(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """The record of the adapter in a checkpoint, which is merged as it is read, or was by `beamq
+    merge` before. The latter is what beamq.json says."""
+    if checkpoint.source.merged is not None:
+        return checkpoint.source.merged
+    manifest = Manifest.of(checkpoint.source)
+    return None if manifest is None else manifest.adapter
+
+
 def merged_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What a plan and a card say of the adapter in a checkpoint; nothing where there is none."""
     merged = checkpoint.source.merged
     if merged is None:
-        return ()
+        before = recorded_adapter(checkpoint)
+        if before is None:
+            return ()
+        return (f"the source has the adapter {shown_value(before.get('name'))} merged in",)
     parts = ", ".join(f"{part} ({count:,})" for part, count in merged["parts"].items())
     scalings = ", ".join(
         f"rank {each['rank']} times {each['scaling']:g}" for each in merged["scalings"]

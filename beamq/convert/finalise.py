@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from beamq.adapter.merged import recorded_adapter
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.hub import names_a_path
@@ -54,7 +55,7 @@ def finalise(
     write_json(output / "config.json", output_config(source.config, block))
     return Manifest.write(
         output,
-        manifest_content(plan, records, known.record, origin, source.source.merged),
+        manifest_content(plan, records, known.record, origin, recorded_adapter(source)),
         listed_shards(plan, records),
         [*(companion.target for companion in plan.companions), *known.files],
     )

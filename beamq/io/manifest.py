@@ -184,6 +184,12 @@ class Manifest:
         return recipe if isinstance(recipe, dict) else None
 
     @property
+    def adapter(self) -> dict[str, Any] | None:
+        """The record of the adapter that is merged into the weights."""
+        found = self.data.get("adapter")
+        return found if isinstance(found, dict) else None
+
+    @property
     def input_scales(self) -> dict[str, Any]:
         """Where the input scales come from: description, digests, the calibration's data."""
         return _object(self.data.get("input_scales"))

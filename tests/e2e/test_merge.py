@@ -55,6 +55,10 @@ def test_quantize_with_an_adapter_is_merge_then_quantize(
     record = json.loads((tmp_path / "one" / "beamq.json").read_text())["adapter"]
     assert (record["name"], record["parts"]["experts"]) == (ADAPTED, 240)
     assert f"the adapter {ADAPTED} is merged" in (tmp_path / "one" / "README.md").read_text()
+    # A folder made from the merged model says so as well.
+    assert json.loads((tmp_path / "two" / "beamq.json").read_text())["adapter"] == record
+    card = (tmp_path / "two" / "README.md").read_text()
+    assert f"the source has the adapter '{ADAPTED}' merged in" in card
 
 
 def test_a_merged_folder_verifies_against_source_and_adapter(

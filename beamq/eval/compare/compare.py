@@ -330,9 +330,9 @@ def _notes(
         notes.append(f"its tensors were not checked against beamq.json: {unchecked}")
     if changed := _changed_files(other.checkpoint, other.manifest):
         notes.append(f"{listed(changed)} changed since beamq.json was written")
-    made_with = None if other.manifest is None else other.manifest.data.get("adapter")
+    made_with = None if other.manifest is None else other.manifest.adapter
     plain = base.checkpoint.source.merged is None
-    if isinstance(made_with, dict) and plain and _adapter_digest(base) != made_with.get("digest"):
+    if made_with is not None and plain and _adapter_digest(base) != made_with.get("digest"):
         notes.append(
             f"the adapter {shown_value(made_with.get('name'))} is merged into it and not into the"
             " source, so that all figures contain the update; --adapter merges it into the source"

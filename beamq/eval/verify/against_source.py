@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from beamq.adapter.merged import recorded_adapter
 from beamq.beam.config import BeamConfig
 from beamq.errors import TensorError, UsageError, shown_value
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
@@ -29,7 +30,7 @@ from beamq.eval.verify.folder import (
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.companions import companion_files, restored_name
-from beamq.io.manifest import Manifest, file_checksum
+from beamq.io.manifest import file_checksum
 from beamq.io.safetensors_header import TensorSpec
 from beamq.plan.layout import quantized_tensors
 from beamq.plan.sources import SourceRange, map_sources, whole_range
@@ -194,10 +195,10 @@ def _check_config(ours: Mapping[str, Any], theirs: Mapping[str, Any], ledger: Le
 
 def refuse_without_adapter(folder: Folder, source: Checkpoint) -> None:
     """Raise `UsageError` for a folder made with an adapter, and a source without it."""
-    made_with = _adapter(folder.manifest)
+    made_with = None if folder.manifest is None else folder.manifest.adapter
     if made_with is None:
         return
-    merged = _adapter(Manifest.of(source.source))
+    merged = recorded_adapter(source)
     if merged is not None and merged.get("digest") == made_with.get("digest"):
         return
     raise UsageError(
@@ -207,17 +208,12 @@ def refuse_without_adapter(folder: Folder, source: Checkpoint) -> None:
     )
 
 
-def _adapter(manifest: Manifest | None) -> Mapping[str, Any] | None:
-    found = None if manifest is None else manifest.data.get("adapter")
-    return found if isinstance(found, dict) else None
-
-
 def _check_files(
     folder: Folder, source: Checkpoint, targets: Mapping[str, str], ledger: Ledger
 ) -> None:
     """Tokenizer, templates and the like. `targets` maps their names in the source to ours."""
     check = "source.files"
-    if _adapter(folder.manifest) is not None and _adapter(Manifest.of(source.source)) is not None:
+    if folder.manifest is not None and folder.manifest.adapter and recorded_adapter(source):
         # A folder made with an adapter has the base's model card, a merged source has its own.
         targets = {name: here for name, here in targets.items() if not name.startswith("README")}
     ledger.examined(check, len(targets))
