@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from beamq.errors import CheckFailed, HubError, UsageError
+from beamq.errors import CheckFailed, HubError
 from beamq.eval.verify.checks import VerifyReport
 from beamq.eval.verify.verify import verify
 from beamq.io.companions import WEIGHT_SUFFIXES, WRITTEN_ANEW, hidden, reason_left
 from beamq.io.files import user_path
-from beamq.io.hub import parse_hub_id
+from beamq.io.hub import check_push_target
 from beamq.io.hub_call import has_token, hub_call, no_token
 from beamq.io.manifest import MANIFEST_NAME, Manifest
 from beamq.io.source import INDEX_NAME
@@ -112,9 +112,7 @@ def push(
     """
     begun = time.monotonic()
     folder = user_path(checkpoint)
-    asked = parse_hub_id(repo)
-    if asked is None or asked.revision is not None:
-        raise UsageError(f"{repo!r}: expected a repository's name, org/name (and --revision)")
+    check_push_target(repo, revision)
     _require_structure(folder)
     if not dry_run and not has_token():  # checked before the long read
         raise no_token(repo, "uploading")

@@ -30,7 +30,7 @@ from beamq.calib.statistics import (
 from beamq.errors import CalibrationError, Interrupted, ResumeError
 from beamq.io.files import user_path
 from beamq.io.lock import OutputLock, check_shared, refuse_busy
-from beamq.io.shard_writer import disk_errors, make_folder
+from beamq.io.shard_writer import check_place, disk_errors, make_folder
 from beamq.options import from_keywords, ignore, takes
 from beamq.plan.sources import map_sources
 from beamq.ranks import current_ranks
@@ -82,9 +82,10 @@ def calibrate(
     adapter = from_keywords(AdapterOptions, keywords)
     ranks = current_ranks()
     target = user_path(stats)
+    check_place(target, "STATS", makes_folders=True)
+    check_replaceable(target)
     if target.exists() and not (options.resume or options.overwrite):
         raise _in_the_way(target)
-    check_replaceable(target)
     if ranks.world == 1:  # one of several would meet its own first rank there
         refuse_busy(state_folder(target))
     try:

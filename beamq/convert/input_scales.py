@@ -13,15 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from beamq.beam.tensors import Role
 from beamq.convert.cpu_worker import JobContext
 from beamq.convert.open_shards import OpenShards
 from beamq.convert.options import ConvertOptions
+from beamq.devices import driver_sees_a_gpu
 from beamq.errors import UsageError
 from beamq.io.checkpoint import Checkpoint
+from beamq.io.files import user_path
+from beamq.io.shard_writer import check_place
 from beamq.plan.plan import Job, JobKind, Plan
 from beamq.plan.recipe import Recipe
+from beamq.ranks import Ranks
 
 if TYPE_CHECKING:
+    from beamq.calib.options import CalibrationOptions
     from beamq.calib.statistics import CalibrationStats
 
 
@@ -133,6 +139,52 @@ def check_headroom(recipe: Recipe, options: ConvertOptions) -> None:
         raise UsageError(
             f"--activation-headroom widens the calibrated input scales of NVFP4, and {why}; leave"
             " it out"
+        )
+
+
+def check_calibration(
+    plan: Plan, checkpoint: Checkpoint, options: ConvertOptions, ranks: Ranks
+) -> None:
+    """Raise what a calibration in this run would, before it, for an option, a place or data. The
+    data are read in a dry run; a real one reads them a little later."""
+    from beamq.calib.options import CalibrationOptions
+
+    with ranks.meeting():
+        if not ranks.first:
+            return
+        how = CalibrationOptions(device=options.device, **options.calibration_given())
+        if plan.recipe.expert_method is not None:
+            _check_exact(plan, how)
+        if options.statistics is not None:
+            from beamq.calib.statistics import check_replaceable
+
+            target = user_path(options.statistics)
+            check_place(target, "--statistics")
+            check_replaceable(target)
+        if options.dry_run:
+            from beamq.calib.data import load_calibration_data
+
+            kind = "cpu" if options.device == "cpu" or not driver_sees_a_gpu() else "cuda"
+            samples, length = how.size(kind, checkpoint.config)
+            load_calibration_data(
+                how.data, checkpoint.root, samples=samples, sequence_length=length, seed=how.seed
+            )
+
+
+def _check_exact(plan: Plan, options: CalibrationOptions) -> None:
+    """Raise `UsageError` where experts cannot be rounded from what the forward pass holds."""
+    for job in plan.jobs:
+        for member in job.members:
+            dtype = member.source.spec.dtype
+            if member.role.role is Role.EXPERT and dtype != "BF16" and options.dtype != "float32":
+                raise UsageError(
+                    f"{member.role.name} is {dtype}, which activations in {options.dtype} would"
+                    f" round; recipe {plan.recipe.name} then needs --dtype float32"
+                )
+    if plan.remote_shards and options.max_device_memory is not None:
+        raise UsageError(
+            f"recipe {plan.recipe.name} may read experts twice where --max-device-memory is small;"
+            " download the source first"
         )
 
 

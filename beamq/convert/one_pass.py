@@ -19,7 +19,6 @@ own, into shards of any rank. Otherwise the conversion follows the pass and read
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -36,7 +35,6 @@ from beamq.calib.run import CalibrationPass, CalibrationSetup, LayerDone
 from beamq.calib.state import RunState
 from beamq.calib.statistics import (
     CalibrationStats,
-    check_replaceable,
     run_digest,
     save_stats,
 )
@@ -44,7 +42,6 @@ from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider, from_statistics
 from beamq.convert.open_shards import JobResult, JobWriter, OpenShards, f32_bytes
 from beamq.convert.options import ConvertOptions
-from beamq.errors import DiskError, UsageError
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import CALIBRATION, STATE_DIR
@@ -76,8 +73,6 @@ class OnePass(InputScaleProvider):
     ) -> None:
         how = CalibrationOptions(device=options.device, **options.calibration_given())
         self._method = plan.recipe.expert_method
-        if self._method is not None:
-            _check_exact(plan, how)
         self._setup = CalibrationSetup(
             checkpoint,
             how,
@@ -94,13 +89,6 @@ class OnePass(InputScaleProvider):
         self._output = output
         self._state_folder = output / STATE_DIR / CALIBRATION
         self._statistics = None if options.statistics is None else user_path(options.statistics)
-        if self._statistics is not None and ranks.first:
-            check_replaceable(self._statistics)
-            if not os.access(self._statistics.parent, os.W_OK | os.X_OK):
-                raise DiskError(
-                    f"{self._statistics}: its folder is not there, or may not be written to; choose"
-                    " another --statistics"
-                )
         self._on_layer = on_layer
         if ranks.first:
             on_start(self._setup)
@@ -199,23 +187,6 @@ def _waiting_nbytes(plan: Plan, dtype: str) -> int:
         else:
             others[role.layer] += waits
     return experts * (reader_count() + TAP_PLACES) + max(others.values(), default=0)
-
-
-def _check_exact(plan: Plan, options: CalibrationOptions) -> None:
-    """Raise `UsageError` where experts cannot be rounded from what the forward pass holds."""
-    for job in plan.jobs:
-        for member in job.members:
-            dtype = member.source.spec.dtype
-            if member.role.role is Role.EXPERT and dtype != "BF16" and options.dtype != "float32":
-                raise UsageError(
-                    f"{member.role.name} is {dtype}, which activations in {options.dtype} would"
-                    f" round; recipe {plan.recipe.name} then needs --dtype float32"
-                )
-    if plan.remote_shards and options.max_device_memory is not None:
-        raise UsageError(
-            f"recipe {plan.recipe.name} may read experts twice where --max-device-memory is small;"
-            " download the source first"
-        )
 
 
 class StreamingConverter:

@@ -19,7 +19,12 @@ from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.calib.options import TextKeywords
 from beamq.convert import output as output_folder
 from beamq.convert.finalise import finalise
-from beamq.convert.input_scales import check_headroom, check_options, given_input_scales
+from beamq.convert.input_scales import (
+    check_calibration,
+    check_headroom,
+    check_options,
+    given_input_scales,
+)
 from beamq.convert.options import ConvertOptions, RunKeywords
 from beamq.convert.resources import (
     check_memory,
@@ -154,6 +159,8 @@ def _convert(
     threads, memory = options.workers or default_workers(), options.max_host_memory
     check_options(plan, options)
     scales = given_input_scales(plan, checkpoint, options)
+    if scales is None:
+        check_calibration(plan, checkpoint, options, ranks)
     check_memory(plan, memory)
     # A dry run converts nothing, and where any device will do, none is refused.
     device = "cpu" if options.dry_run and options.device == "auto" else options.device

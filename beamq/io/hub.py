@@ -23,6 +23,7 @@ from beamq.errors import (
     HubError,
     HubUnreachableError,
     Interrupted,
+    UsageError,
 )
 from beamq.io.files import user_path
 from beamq.io.hub_call import check_settings, hub_call, offline_by
@@ -48,6 +49,34 @@ def parse_hub_id(text: str) -> HubId | None:
     """`org/name[@revision]`, or None if the text cannot be one."""
     found = _HUB_ID.fullmatch(text)
     return None if found is None else HubId(repo=found[1], revision=found[2])
+
+
+MAX_BRANCH_BYTES = 200
+_NO_BRANCH = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@$|^[0-9a-f]{40}$"
+)
+
+
+def check_push_target(repo: str, name: str | None) -> None:
+    """Raise `UsageError` for a repository that the Hub would not make, and for a branch `name` that
+    git refuses (`git help check-ref-format`) or that is a commit's, which takes no push."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    found = parse_hub_id(repo)
+    if found is None or found.revision is not None:
+        raise UsageError(f"{repo!r}: expected a repository's name, org/name (and --revision)")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as fault:
+        raise UsageError(f"{repo!r}: the Hub takes no such name: {str(fault)[:200]}") from None
+    if name is None:
+        return
+    if (odd := _NO_BRANCH.search(name)) is not None or len(name.encode()) > MAX_BRANCH_BYTES:
+        why = "too long" if odd is None else repr(odd[0]) if odd[0] != name else "all of it"
+        raise UsageError(
+            f"revision {name[:80]!r}: not the name of a branch ({why}); use letters, digits, '-',"
+            " '.' and '/'"
+        )
 
 
 # A relative path that looks like a Hub id often begins with one of these.

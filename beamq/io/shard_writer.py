@@ -204,6 +204,22 @@ def write_file(path: Path, content: bytes, *, resumable: bool = True) -> None:
     publish(partial, path, resumable=resumable)
 
 
+def check_place(target: Path, option: str, *, makes_folders: bool = False) -> None:
+    """Raise `DiskError` if `write_file` could not write `target`, the value of `option`; to be
+    called before the work. Makes nothing."""
+    folder = target.absolute().parent
+    while makes_folders and not folder.exists():
+        folder = folder.parent
+    if target.is_dir():
+        raise DiskError(f"{target}: is a folder; choose another {option}")
+    if not folder.is_dir():
+        raise DiskError(f"{target}: {folder} is not a folder; choose another {option}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise DiskError(f"{target}: {folder} may not be written to; choose another {option}")
+    if len(os.fsencode(target.name + PARTIAL)) > os.pathconf(folder, "PC_NAME_MAX"):
+        raise DiskError(f"{target}: the name is too long for a file; choose another {option}")
+
+
 def write_json(path: Path, data: Any) -> None:
     """`write_file` of readable JSON, keys in the order given."""
     try:

@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from beamq.errors import DiskError, MissingDependencyError, UsageError, counted
+from beamq.errors import MissingDependencyError, UsageError, counted
 from beamq.eval.compare.records import CAVEAT, Candidate, Comparison, listed
 from beamq.eval.compare.sensitivity import NAMES, Choice, PartLoss, Sensitivity
 from beamq.io.files import read_small, user_path
-from beamq.io.shard_writer import disk_errors, make_folder, write_file
+from beamq.io.shard_writer import check_place, disk_errors, make_folder, write_file
 from beamq.options import takes
 from beamq.report import charts, tables
 from beamq.report.model_card import COMPARED, TASK, calibration_datasets, card_with_comparison
@@ -78,28 +77,16 @@ def check_report_folder(folder: str | Path, stem: str) -> None:
     for path in (target / f"{stem}{suffix}" for suffix in (".json", ".md", ".html")):
         if path.is_file() and b"beamq" not in read_small(path, UsageError, MAX_REPORT_BYTES):
             raise UsageError(f"{path}: exists, and beamq did not write it; choose another --report")
-    place = target.absolute()
-    while not place.exists():
-        place = place.parent
-    _check_place(target, place, "--report")
+    check_place(target / f"{stem}.json", "--report", makes_folders=True)
 
 
 def check_new_file(file: str | Path, option: str) -> None:
     """Raise `DiskError` if the file of `option` could not be written, `UsageError` if it exists;
     its folder must exist."""
     target = user_path(file)
-    if target.is_dir():
-        raise DiskError(f"{target}: is a folder; choose another {option}")
+    check_place(target, option)
     if target.exists():
         raise UsageError(f"{target}: exists; choose another {option}, or delete it first")
-    _check_place(target, target.parent, option)
-
-
-def _check_place(target: Path, place: Path, option: str) -> None:
-    if not place.is_dir():
-        raise DiskError(f"{target}: {place} is not a folder; choose another {option}")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise DiskError(f"{target}: {place} may not be written to; choose another {option}")
 
 
 def _write_files(folder: str | Path, texts: Mapping[str, str]) -> Path:

@@ -438,9 +438,49 @@ def test_the_state_of_the_pass_has_to_fit_the_disk_too(
     quantize(beam_nano, tmp_path / "out", device="cpu", cache_bytes=1, **SMALL)
 
 
-def test_a_place_for_statistics_that_is_not_there_is_refused_before_the_pass(
-    beam_nano: Path, tmp_path: Path
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_a_calibration_cannot_use_is_refused_before_it(
+    beam_nano: Path, tmp_path: Path, *, dry_run: bool
 ) -> None:
-    with pytest.raises(DiskError, match="choose another --statistics"):
-        quantize(beam_nano, tmp_path / "out", statistics=tmp_path / "no" / "kept", **SMALL)
-    assert not (tmp_path / "out").exists()
+    """A place for statistics, data; by a dry run as well, which does not get that far."""
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "mine.txt").write_text("of someone else")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (tmp_path / "short.txt").write_text("three words only")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 " * 4096)
+    for options, kind, words in (
+        ({"statistics": tmp_path / "no" / "kept"}, DiskError, "choose another --statistics"),
+        ({"statistics": tmp_path}, DiskError, "is a folder; choose another --statistics"),
+        ({"statistics": tmp_path / ("n" * 250)}, DiskError, "name is too long"),
+        ({"statistics": tmp_path / "mine.txt"}, ResumeError, "not a statistics file of beamq"),
+        ({"data": tmp_path / "none.txt"}, CalibrationError, "none.txt"),
+        ({"data": tmp_path / "empty.txt"}, CalibrationError, "no text found"),
+        ({"data": tmp_path / "picture.png"}, CalibrationError, "picture.png"),
+        ({"data": tmp_path / "short.txt"}, CalibrationError, "tokens found, at least 96 needed"),
+        ({"data": tmp_path / "latin.txt"}, CalibrationError, "UTF-8"),
+        ({"calibration": tmp_path / "none"}, CalibrationError, "no such statistics file"),
+        ({"calibration": tmp_path / "mine.txt"}, CalibrationError, "not a whole safetensors file"),
+    ):
+        small = {} if "calibration" in options else SMALL
+        with pytest.raises(kind, match=words):
+            quantize(beam_nano, tmp_path / "out", dry_run=dry_run, **small, **options)
+        assert not (tmp_path / "out").exists()
+
+
+def flip_middle(folder: Path, name: str) -> None:
+    with open_checkpoint(folder) as opened:
+        spec = opened.tensors[name]
+    with (folder / spec.file).open("r+b") as stream:
+        stream.seek(spec.offset + spec.nbytes // 2)
+        byte = stream.read(1)[0]
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
+
+
+def test_a_dry_run_refuses_statistics_of_another_model(
+    beam_nano: Path, nano_copy: Path, tmp_path: Path
+) -> None:
+    calibrate(beam_nano, tmp_path / "stats", **SMALL)
+    flip_middle(nano_copy, "model.norm.weight")
+    with pytest.raises(CalibrationError, match="the statistics are of"):
+        quantize(nano_copy, tmp_path / "out", calibration=tmp_path / "stats", dry_run=True)

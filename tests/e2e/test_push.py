@@ -280,6 +280,12 @@ def test_checking_tells_bytes_done_and_in_all_and_ends_before_sending(
     assert requests_at_end == [0]
 
 
+def test_a_dry_run_refuses_what_no_push_could_reach(output: Path) -> None:
+    for repo, revision in ((REPO, "no such branch"), (REPO, "a..b"), ("me/a--b", None)):
+        with pytest.raises(UsageError, match=r"not the name of a branch|no such name"):
+            push(output, repo, revision=revision, dry_run=True)
+
+
 def test_a_dry_run_lists_and_sends_nothing(
     hub: HubServer, output: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
