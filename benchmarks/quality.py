@@ -2,6 +2,7 @@
 
     python -m benchmarks.quality examples/beam-nano nvfp4-max nvfp4 nvfp4-gptq
     python -m benchmarks.quality PATH/beam-mini --rows 16 nvfp4-max nvfp4 nvfp4-gptq
+    python -m benchmarks.quality examples/beam-nano nvfp4 nvfp4-gptq --text FILE --text FOLDER/
 
 Protocol: calibrated on 16 rows of 512 tokens of the standard library's odd modules, judged on 48
 rows of its even ones; exact emulation in FP32 (`--dtype float64`: linears and everything between
@@ -9,6 +10,7 @@ them in FP64, to see that no figure is rounding noise). For each recipe the mean
 candidate) in nats per token, with exact activations and as served (W4A4), and the ratio to the
 first recipe; its standard error is of the paired difference over rows. "activations only" is
 exact weights under the first recipe's activations: no weights can do better than that.
+`--text` judges by that text instead, given again by each in turn: the calibration stays the same.
 """
 
 from __future__ import annotations
@@ -100,40 +102,57 @@ def floor_logits(
     return torch.cat(parts).view(*ids_RT.shape, -1)
 
 
-def measured(
-    source: Path, recipes: Sequence[str], arguments: argparse.Namespace, work: Path
-) -> Iterator[tuple[str, str, torch.Tensor, float]]:
-    """(recipe, kind, KL of each row, seconds of quantizing)."""
-    dtype = getattr(torch, arguments.dtype)
-    text = load_calibration_data(
-        (),
-        source,
-        samples=arguments.rows,
-        sequence_length=LENGTH,
-        seed=arguments.seed,
-        split="evaluation",
-    )
-    ids_RT = torch.from_numpy(text.input_ids)
-    base_RTV = logits(source, ids_RT, dtype=dtype)
-    for number, recipe in enumerate(recipes):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One recipe on one text: `kind` is "weights only" or "W4A4", `kl_R` the KL of each row."""
+
+    text: str
+    recipe: str
+    kind: str
+    kl_R: torch.Tensor
+    seconds: float = 0.0
+
+
+def texts(arguments: argparse.Namespace) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and rows of token ids to judge by."""
+    for spec in arguments.text or (None,):
+        data = load_calibration_data(
+            () if spec is None else (spec,),
+            arguments.source,
+            samples=arguments.rows,
+            sequence_length=LENGTH,
+            seed=arguments.seed,
+            split="evaluation",
+        )
+        name = "the standard library" if spec is None else Path(spec).name
+        yield name, torch.from_numpy(data.input_ids)
+
+
+def measured(arguments: argparse.Namespace, work: Path) -> Iterator[Measured]:
+    """All recipes on all texts."""
+    source, dtype = arguments.source, getattr(torch, arguments.dtype)
+    judged = dict(texts(arguments))
+    base = {name: logits(source, ids_RT, dtype=dtype) for name, ids_RT in judged.items()}
+    for number, recipe in enumerate(arguments.recipes):
         output = work / f"{number}-{Path(recipe).stem}"
         begun = time.monotonic()
         quantize(
             source,
             output,
             recipe=recipe,
+            data=arguments.data or (),
             samples=arguments.calibration,
             sequence_length=LENGTH,
             seed=arguments.seed,
         )
         seconds = time.monotonic() - begun
-        for kind, gemm in (("weights only", "weights-only"), ("W4A4", "reference")):
-            found = logits(output, ids_RT, dtype=dtype, gemm=gemm)
-            yield recipe, kind, kl_of_rows(base_RTV, found), seconds
-            del found
-        if number == 0:
-            floor = floor_logits(source, output, ids_RT, dtype)
-            yield "activations only", "W4A4", kl_of_rows(base_RTV, floor), 0.0
+        for text, ids_RT in judged.items():
+            for kind, gemm in (("weights only", "weights-only"), ("W4A4", "reference")):
+                kl_R = kl_of_rows(base[text], logits(output, ids_RT, dtype=dtype, gemm=gemm))
+                yield Measured(text=text, recipe=recipe, kind=kind, kl_R=kl_R, seconds=seconds)
+            if number == 0:
+                kl_R = kl_of_rows(base[text], floor_logits(source, output, ids_RT, dtype))
+                yield Measured(text=text, recipe="activations only", kind="W4A4", kl_R=kl_R)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,28 +163,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--calibration", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument("--data", action="append", help="calibrate on this text")
+    parser.add_argument("--text", action="append", help="judge by this text")
     parser.add_argument("--json", type=Path, help="keep the KL of every row here")
     options = parser.parse_args(arguments)
-    reference: dict[str, torch.Tensor] = {}
-    table: dict[str, dict[str, str]] = {}
-    kept: dict[str, dict[str, list[float]]] = {}
+    reference: dict[tuple[str, str], torch.Tensor] = {}
+    table: dict[str, dict[str, dict[str, str]]] = {}
+    kept: dict[str, dict[str, dict[str, list[float]]]] = {}
     with tempfile.TemporaryDirectory() as work:
-        for recipe, kind, kl_R, seconds in measured(
-            options.source, options.recipes, options, Path(work)
-        ):
-            reference.setdefault(kind, kl_R)
-            table.setdefault(recipe, {"seconds": f"{seconds:.1f}"})[kind] = str(
-                ratio(kl_R, reference[kind])
-            )
-            kept.setdefault(recipe, {})[kind] = kl_R.tolist()
+        for one in measured(options, Path(work)):
+            reference.setdefault((one.text, one.kind), one.kl_R)
+            cells = table.setdefault(one.text, {}).setdefault(one.recipe, {})
+            cells["seconds"] = f"{one.seconds:.1f}"
+            cells[one.kind] = str(ratio(one.kl_R, reference[one.text, one.kind]))
+            lists = kept.setdefault(one.text, {}).setdefault(one.recipe, {})
+            lists[one.kind] = one.kl_R.tolist()
     if options.json:
         options.json.write_text(json.dumps(kept))
-    print(f"{options.source.name}, {options.rows} rows of {LENGTH}, {options.dtype}\n")
-    print("| recipe | weights only: KL | ratio | W4A4: KL | ratio | quantized in, s |")
-    print("|---|---|---|---|---|---|")
-    for recipe, cells in table.items():
-        weights = cells.get("weights only", "- | -")
-        print(f"| {recipe} | {weights} | {cells['W4A4']} | {cells['seconds']} |")
+    for text, recipes in table.items():
+        print(f"{options.source.name}, {options.rows} rows of {LENGTH}, {options.dtype}, {text}\n")
+        print("| recipe | weights only: KL | ratio | W4A4: KL | ratio | quantized in, s |")
+        print("|---|---|---|---|---|---|")
+        for recipe, cells in recipes.items():
+            weights = cells.get("weights only", "- | -")
+            print(f"| {recipe} | {weights} | {cells['W4A4']} | {cells['seconds']} |")
 
 
 if __name__ == "__main__":
