@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
 JOBS ?= 2
 
-.PHONY: demo test check lint dist clean
+.PHONY: demo test check lint dist docs clean
 
 $(VENV)/.ready: pyproject.toml setup.py $(wildcard beamq/formats/kernels/*.[ch])
 	$(PYTHON) -m venv $(VENV)
@@ -38,5 +38,9 @@ dist: $(VENV)/.ready
 	$(BIN)/python -m zipfile --list dist/*.whl | grep kernels/_cpu.abi3.so >/dev/null || \
 	    { rm dist/*.whl; echo "no C compiler: the wheel has no kernels and was removed"; exit 1; }
 
+# The site, in site/.
+docs: $(VENV)/.ready
+	$(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) build dist demo-output .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site demo-output .mypy_cache .ruff_cache .pytest_cache

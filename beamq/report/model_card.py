@@ -209,7 +209,7 @@ _TRANSFORMERS = {
 }
 
 
-def _commands(plan: Plan, engine: ServingEngine) -> list[str]:
+def commands(plan: Plan, engine: ServingEngine) -> list[str]:
     """A command for each number of GPUs, under the kinds of GPU that need so many."""
     wanted: dict[int, list[str]] = {}
     for gpu in GPUS:
@@ -299,7 +299,7 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
         comparison=_between_markers("Not measured yet."),
         servable=is_servable(plan),
         engines=ENGINES[fmt],
-        commands=lambda engine: _commands(plan, engine),
+        commands=lambda engine: commands(plan, engine),
         transformers=_TRANSFORMERS[fmt],
         read_versions=READ_VERSIONS,
         run=RUN[fmt],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.plan import Plan, make_plan
 from beamq.plan.serving import model_weights
+from beamq.report.model_card import ENGINES, commands
 from benchmarks.make_full_size import write_full_size
 
 GB = 1e9
@@ -34,6 +37,18 @@ def plans(full_size: Path) -> dict[str, Plan]:
     with open_checkpoint(full_size) as checkpoint:
         assert len(checkpoint.tensors) == 38_366
         return {name: make_plan(checkpoint, name) for name in ("nvfp4", "fp8")}
+
+
+def test_the_docs_show_the_commands_of_the_card(repo: Path, plans: dict[str, Plan]) -> None:
+    blocks = (repo / "docs" / "serving.md").read_text().split("```sh\n")[1:]
+    lines = [line for block in blocks for line in block.partition("```")[0].splitlines()]
+    told = {tuple(re.split(" +# ", line)) for line in lines}
+    made = set()
+    for name, plan in plans.items():
+        for engine in ENGINES[name]:
+            given = [line.replace("$MODEL", f"my-beam-{name}") for line in commands(plan, engine)]
+            made |= {(line, gpus.removeprefix("# ")) for gpus, line in pairwise(given)}
+    assert told == {(line, gpus) for line, gpus in made if " x " in gpus}
 
 
 @pytest.mark.parametrize(
