@@ -44,7 +44,7 @@ def quantize(
     def announce(plan: Plan) -> None:
         needs = needs_data(plan, output, options)
         screen.say(*plan_blocks(plan, verbose=verbose), needs_text(needs))
-        if plan.recipe.format == "nvfp4" and options.no_calibration:
+        if plan.recipe.calibrated and options.no_calibration:
             screen.say(f"Note: {CONSTANT_NOTE}.")
         if not options.dry_run:
             screen.say(f"Converting {show_bytes(plan.source_nbytes)} to {output}.")
@@ -207,7 +207,7 @@ def quantize_blocks(
         ("time", f"{show_seconds(result.seconds)}, {rate}/s of source"),
         ("converted by", result.engine),
     ]
-    if plan.recipe.format == "nvfp4":
+    if plan.recipe.calibrated:
         scales = (manifest.get("input_scales") or {}).get("description", "unknown")
         rows.insert(4, ("input scales", str(scales)))
     rows += _counts(manifest.get("counts") or {})

@@ -42,6 +42,7 @@ def plan(
         options.recipe,
         exclude=options.exclude,
         kv_cache=options.kv_cache,
+        engine=options.engine,
         max_shard_bytes=options.max_shard_bytes,
         **vars(adapter),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from beamq.adapter.options import AdapterOptions, PackedOptions
 from beamq.commands.options import Checkpoint, command
-from beamq.convert.options import WORKERS
+from beamq.convert.options import ENGINE, WORKERS
 from beamq.errors import BeamqError, UsageError, counted
 from beamq.options import option
 from beamq.units import show_bytes, show_count, show_seconds
@@ -30,6 +30,7 @@ class VerifyOptions:
         "structure: headers; tensors: every byte; forward: also run both models.",
         choices=("structure", "tensors", "forward"),
     )
+    engine: str | None = option(None, ENGINE)
     quick: bool = option(False, "Read every byte, and compare the checksums only.")
     workers: int | None = option(None, WORKERS)
 
@@ -52,6 +53,7 @@ def verify(
             checkpoint,
             source=options.source,
             level="quick" if options.quick else options.level,
+            engine=options.engine,
             workers=options.workers,
             progress=advance,
             **vars(adapter),
@@ -209,6 +211,8 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
         loads: dict[bool | None, str] = {True: " yes", False: " no"}
         answers = ", ".join(
             engine + loads.get(answer, f": {report.check(ENGINES[engine]).detail}")
+            if engine not in report.refused
+            else f"{engine} no ({report.check(ENGINES[engine]).detail})"
             for engine, answer in report.loads.items()
         )
         blocks.append(f"Loads, by each engine's rules: {answers}.")

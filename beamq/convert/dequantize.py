@@ -38,7 +38,7 @@ from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_writer import copy_file, write_json
 from beamq.io.source import INDEX_NAME
 from beamq.options import from_keywords, ignore, takes
-from beamq.plan.layout import NVFP4_BLOCK
+from beamq.plan.layout import SUFFIXES, WEIGHT_FORMATS, stored_as
 from beamq.plan.plan import Draft, JobKind, Work, place
 from beamq.plan.sources import SourceRange
 from beamq.ranks import current_ranks
@@ -69,9 +69,6 @@ def check_recorded_bytes(checkpoint: Checkpoint, workers: int, *, whole: bool = 
             " checkpoint again"
         )
     return len(recorded)
-
-
-SCALE_SUFFIXES = (".weight_scale", ".weight_scale_2", ".input_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +180,15 @@ def _drafts(source: Checkpoint, config: BeamConfig) -> Iterator[Draft]:
     for role, shape in expected_tensors(config):
         spec = source.spec(role.name)
         used.add(role.name)
-        scale = source.tensors.get(f"{role.module}.weight_scale")
-        if scale is None:
+        parts = {suffix: f"{role.module}.{suffix}" for suffix in SUFFIXES}
+        stored = {suffix: source.tensors[n] for suffix, n in parts.items() if n in source.tensors}
+        fmt = stored_as({suffix: (each.dtype, each.shape) for suffix, each in stored.items()})
+        if fmt is None or not stored.keys() - {"weight"}:
             yield _copy(role, spec, shape)
             continue
-        used.update(role.module + suffix for suffix in SCALE_SUFFIXES)
-        yield _draft(_check_quantized(source, role, spec, scale, shape), role, spec, "BF16", shape)
+        used.update(parts.values())
+        _check_quantized(source, role.module, fmt, shape)
+        yield _draft(JobKind(f"decode-{WEIGHT_FORMATS[fmt].rounding}"), role, spec, "BF16", shape)
     for name, spec in source.tensors.items():
         if name not in used:
             yield _copy(classify(name), spec, spec.shape)
@@ -214,32 +214,20 @@ def _draft(
     return Draft(kind=kind, group=group, members=[(role, whole, ((spec.name, dtype, shape),))])
 
 
-def _check_quantized(
-    source: Checkpoint,
-    role: TensorRole,
-    spec: TensorSpec,
-    scale: TensorSpec,
-    shape: tuple[int, ...],
-) -> JobKind:
-    """The kind of decoding a linear needs, its tensors checked. Raises `TensorError`."""
+def _check_quantized(source: Checkpoint, module: str, fmt: str, shape: tuple[int, ...]) -> None:
+    """Raise `TensorError` unless a linear has all that decoding needs, in the form of its format.
+
+    A scalar may have the shape [1].
+    """
     n, k = shape
-    if spec.dtype == "U8":
-        wanted = ((n, k // 2), "F8_E4M3", (n, k // NVFP4_BLOCK))
-        scale_2 = source.spec(f"{role.module}.weight_scale_2")
-        if scale_2.dtype != "F32" or math.prod(scale_2.shape) != 1:
+    for name, dtype, wanted in WEIGHT_FORMATS[fmt].tensors(module, n, k):
+        if name.endswith(".input_scale"):
+            continue
+        found = source.spec(name)
+        if found.dtype != dtype or found.shape not in (wanted, wanted or (1,)):
             raise TensorError(
-                f"{scale_2.name}: {scale_2.dtype} {list(scale_2.shape)}, expected F32 []"
+                f"{name}: {found.dtype} {list(found.shape)}, expected {dtype} {list(wanted)}"
             )
-    elif spec.dtype == "F8_E4M3":
-        wanted = ((n, k), "F32", (n, 1))
-    else:
-        raise TensorError(f"{spec.name}: {spec.dtype} with a weight_scale is neither NVFP4 nor FP8")
-    found = (spec.shape, scale.dtype, scale.shape)
-    if found != wanted:
-        raise TensorError(
-            f"{role.module}: weight and scale are {found}, expected {wanted} (shape, dtype, shape)"
-        )
-    return JobKind.DECODE_NVFP4 if spec.dtype == "U8" else JobKind.DECODE_FP8
 
 
 def _finalise(

@@ -21,7 +21,7 @@ from beamq.io.journal import ShardRecord
 from beamq.io.manifest import ListedShard, Manifest
 from beamq.io.shard_writer import copy_file, write_file, write_json
 from beamq.io.source import INDEX_NAME
-from beamq.plan.layout import hf_quant_config, quantization_config
+from beamq.plan.layout import SCHEMES, hf_quant_config, quantization_config
 from beamq.plan.plan import Plan, Work
 from beamq.report.model_card import Origin, model_card, trace_origin
 
@@ -43,14 +43,15 @@ def finalise(
     """
     known = scales.known
     origin = trace_origin(source, plan.source_fingerprint, base_model)
-    block = quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
+    recipe = plan.recipe
+    block = quantization_config(recipe.format, list(plan.ignore), recipe.kv_cache, plan.formats)
     for companion in plan.companions:
         copy_file(source.source.path(companion.source), output, companion.target)
     for name, text in known.files.items():
         write_file(output / name, text.encode())
     write_file(output / "README.md", model_card(plan, origin, known.record).encode())
     write_json(output / INDEX_NAME, build_index(plan))
-    if plan.recipe.format == "nvfp4":
+    if SCHEMES[recipe.format].modelopt:
         write_json(output / "hf_quant_config.json", hf_quant_config(block))
     write_json(output / "config.json", output_config(source.config, block))
     return Manifest.write(

@@ -121,7 +121,7 @@ def check_options(plan: Plan, options: ConvertOptions) -> None:
             " does not have; leave it out: this recipe calibrates during the conversion (--data for"
             " your own text)"
         )
-    if plan.recipe.format == "fp8" and (calibrate or given == "--calibration"):
+    if not plan.recipe.calibrated and (calibrate or given == "--calibration"):
         raise UsageError(
             "FP8 activations are scaled per token when served; leave out --calibration, --data and"
             " their options"
@@ -133,7 +133,7 @@ def check_headroom(recipe: Recipe, options: ConvertOptions) -> None:
     if options.activation_headroom is None:
         return
     why = "--no-calibration sets them to 1.0" if options.no_calibration else ""
-    if recipe.format == "fp8":
+    if not recipe.calibrated:
         why = "FP8 activations are scaled per token when served"
     if why:
         raise UsageError(
@@ -195,7 +195,7 @@ def given_input_scales(
 
     Raises `CalibrationError` for a statistics file that does not fit.
     """
-    if plan.recipe.format == "fp8":
+    if not plan.recipe.calibrated:
         return no_scales("FP8 has no input scale")
     if options.no_calibration:
         from beamq.calib.input_scales import constant_scales  # NumPy, only where scales are needed

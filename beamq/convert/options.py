@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 from beamq.adapter.options import LAYOUT, ORDER
 from beamq.calib import options as calib
 from beamq.options import Flag, option
+from beamq.plan.layout import ENGINE_NAMES
 from beamq.plan.recipe import BUILT_IN, HEADROOMS, Recipe
 
 RECIPE = Flag(
@@ -24,6 +25,7 @@ EXCLUDE = Flag(
     many=True,
     also="str",
 )
+ENGINE = Flag("Refuse what this engine does not load.", choices=ENGINE_NAMES)
 KV_CACHE = Flag("KV cache scheme to declare.", choices=("none", "fp8"), shown="the recipe's")
 HEADROOM = Flag(
     "Input scales are for N times the largest calibrated input: 1, 2, 4 ... 64.",
@@ -53,6 +55,7 @@ class PlanOptions:
     recipe: str = option("nvfp4", RECIPE)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
+    engine: str | None = option(None, ENGINE)
     gpu: str | None = option(
         None, "Show one machine in full, such as h200:8 or mine=96GB:8.", metavar="NAME[:N]"
     )
@@ -146,6 +149,7 @@ class ConvertOptions:
     activation_headroom: int | None = option(None, HEADROOM)
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
+    engine: str | None = option(None, ENGINE)
     base_model: str | None = option(
         None, "The source's id on the Hub, for the model card.", metavar="ORG/NAME"
     )

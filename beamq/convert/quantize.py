@@ -97,6 +97,7 @@ class QuantizeKeywords(RunKeywords, TextKeywords, AdapterKeywords, total=False):
     activation_headroom: int | None
     exclude: Sequence[str] | str
     kv_cache: str | None
+    engine: str | None
     base_model: str | None
     max_host_memory: int | str
     dry_run: bool
@@ -135,6 +136,7 @@ def quantize(
         kv_cache=options.kv_cache,
         headroom=options.activation_headroom,
     )
+    recipe.check_engine(options.engine)
     how = from_keywords(AdapterOptions, keywords)
     output_folder.check_places(source, output, how.adapter)
     with ExitStack() as stack:

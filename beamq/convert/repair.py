@@ -44,12 +44,7 @@ from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_writer import copy_file, write_json
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, LocalFiles, SourceFiles
 from beamq.options import from_keywords, ignore, takes
-from beamq.plan.layout import (
-    compressed_tensors_ignore,
-    hf_quant_config,
-    modelopt_ignore,
-    quantization_config,
-)
+from beamq.plan.layout import SCHEMES, hf_quant_config, ignore_list, quantization_config
 from beamq.plan.plan import Work, place
 from beamq.plan.repairs import RepairClass, RepairFinding, RepairPlan
 from beamq.plan.sources import SourceRange, map_sources
@@ -330,11 +325,11 @@ def _finalise(
 ) -> Manifest:
     for companion in work.companions:
         copy_file(damaged.source.path(companion.source), output, companion.target)
-    make_ignore = modelopt_ignore if plan.format == "nvfp4" else compressed_tensors_ignore
+    ignore = ignore_list(plan.config, plan.scheme, plan.formats, ())
     cached = "fp8" if _has_fp8_cache(damaged) and not plan.has("kv-scales") else "none"
-    block = quantization_config(plan.format, make_ignore(plan.config, plan.units, ()), cached)
+    block = quantization_config(plan.scheme, ignore, cached, plan.formats)
     write_json(output / INDEX_NAME, build_index(work))
-    if plan.format == "nvfp4":
+    if SCHEMES[plan.scheme].modelopt:
         write_json(output / HF_QUANT_NAME, hf_quant_config(block))
     write_json(output / "config.json", output_config(damaged.config, block))
     earlier = Manifest.of(damaged.source)

@@ -93,7 +93,7 @@ def quantize_tensors(
             f"recipe {recipe.name} rounds experts by activations ({recipe.expert_method}), which a"
             " stream of weights does not have; use a recipe without, such as nvfp4"
         )
-    if recipe.format == "fp8" and input_scales is not None:
+    if not recipe.calibrated and input_scales is not None:
         raise UsageError(
             "input_scales: FP8 activations are scaled per token when served; leave them out"
         )
@@ -335,7 +335,7 @@ class TensorStream(Iterator[Named]):
         codes, scales = (_rows(target, each) for each in made)
         outputs: list[Named] = []
         for (role, code), (_, scale) in zip(codes, scales, strict=True):
-            outputs += _named(role, "fp8", w.shape[-1], (code, scale))
+            outputs += _named(role, target.format, w.shape[-1], (code, scale))
         return outputs, counts
 
     def _nvfp4(
@@ -353,7 +353,7 @@ class TensorStream(Iterator[Named]):
         for target, part, made in zip(targets, parts, quantized, strict=True):
             codes, blocks = _rows(target, made.codes), _rows(target, made.block_scale)
             for (role, code), (_, block) in zip(codes, blocks, strict=True):
-                outputs += _named(role, "nvfp4", part.shape[-1], (code, block, *next(tables)))
+                outputs += _named(role, target.format, part.shape[-1], (code, block, *next(tables)))
         return outputs, counts
 
     def _input_scales(self, targets: list[Target], device: torch.device) -> torch.Tensor:
@@ -418,7 +418,8 @@ def _named(
 ) -> Iterator[Named]:
     """The outputs of a linear under the names that a checkpoint has."""
     names = layout.quantized_tensors(role.module, fmt, outputs[0].shape[0], k)
-    return ((name, output) for (name, _, _), output in zip(names, outputs, strict=True))
+    pairs = zip(names, outputs, strict=True)
+    return ((name, output.view(shape)) for (name, _, shape), output in pairs)
 
 
 def _fault(

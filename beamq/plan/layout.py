@@ -2,12 +2,13 @@
 
 In: a linear's name and format, the quantized units. Out: tensor names, dtypes and shapes, and the
 quantization blocks of the configs, as vLLM 0.33.0, SGLang 0.5.23 and transformers 5.24.0 accept
-them:
+them. `WEIGHT_FORMATS` says what a linear becomes, `SCHEMES` how a folder declares it and which
+engines load it:
 
-    NVFP4 (ModelOpt)     M.weight U8 [N,K/2]   M.weight_scale F8_E4M3 [N,K/16]
-                         M.weight_scale_2 F32 []   M.input_scale F32 []
-    FP8 (compressed-     M.weight F8_E4M3 [N,K]   M.weight_scale F32 [N,1]
-         tensors)
+    nvfp4        M.weight U8 [N,K/2]   M.weight_scale F8_E4M3 [N,K/16]
+                 M.weight_scale_2 F32 []   M.input_scale F32 []
+    fp8          M.weight F8_E4M3 [N,K]   M.weight_scale F32 [N,1]
+    fp8-modelopt M.weight F8_E4M3 [N,K]   M.weight_scale F32 [N]
 
 Exclusions name a whole part of a layer (its experts, its dense MLP, its attention): the two
 engines match finer lists in different ways, or refuse them. Both engines were tested with the forms
@@ -17,11 +18,12 @@ written here.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import Role
+from beamq.beam.tensors import QUANTIZABLE, Role
 
 NVFP4_BLOCK = 16
 MODELOPT_VERSION = "0.47.0"  # the producer whose layout is written; engines read only the name
@@ -29,19 +31,130 @@ MODELOPT_VERSION = "0.47.0"  # the producer whose layout is written; engines rea
 Unit = tuple[int, Role]
 """A part of a layer that is quantized or not as a whole: (layer, expert|dense-mlp|attention)."""
 
+Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""(name, dtype, shape) of the tensors that one linear becomes."""
 
-def quantized_tensors(
-    module: str, fmt: str, n: int, k: int
-) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    """(name, dtype, shape) of each tensor that the linear `module` [n, k] becomes."""
-    if fmt == "fp8":
-        return ((f"{module}.weight", "F8_E4M3", (n, k)), (f"{module}.weight_scale", "F32", (n, 1)))
-    return (
-        (f"{module}.weight", "U8", (n, k // 2)),
-        (f"{module}.weight_scale", "F8_E4M3", (n, k // NVFP4_BLOCK)),
-        (f"{module}.weight_scale_2", "F32", ()),
-        (f"{module}.input_scale", "F32", ()),
-    )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """What a linear [n, k] becomes on disk.
+
+    `rounding` is the rule by which it is converted, as recipes name it. Blocks of `block` rows and
+    columns share a scale; 0 stands for all columns. `flat` scales have one dimension, a row each.
+    Linears that engines fuse share a `weight_scale_2` where there are `scalars`.
+    """
+
+    rounding: str
+    codes: str
+    scale_dtype: str
+    block: tuple[int, int]
+    scale: str = "weight_scale"
+    flat: bool = False
+    scalars: tuple[str, ...] = ()
+
+    def scale_shape(self, n: int, k: int) -> tuple[int, ...]:
+        """The shape of the tensor of scales of a linear [n, k]."""
+        rows, columns = self.block
+        if self.flat:
+            return (n,)
+        return (-(-n // rows), -(-k // columns) if columns else 1)
+
+    def tensors(self, module: str, n: int, k: int) -> Outputs:
+        """(name, dtype, shape) of each tensor that the linear `module` [n, k] becomes."""
+        return (
+            (f"{module}.weight", self.codes, (n, k // 2 if self.codes == "U8" else k)),
+            (f"{module}.{self.scale}", self.scale_dtype, self.scale_shape(n, k)),
+            *((f"{module}.{each}", "F32", ()) for each in self.scalars),
+        )
+
+
+_FP8 = WeightFormat(rounding="fp8", codes="F8_E4M3", scale_dtype="F32", block=(1, 0))
+WEIGHT_FORMATS = {
+    "nvfp4": WeightFormat(
+        rounding="nvfp4", codes="U8", scale_dtype="F8_E4M3", block=(1, NVFP4_BLOCK),
+        scalars=("weight_scale_2", "input_scale"),
+    ),
+    "fp8": _FP8,
+    "fp8-modelopt": replace(_FP8, flat=True),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """How a folder declares its formats: `method` is its `quant_method`, `what` its `quant_algo` or
+    `format`. `refusals` says for each engine that does not load such a Beam why not."""
+
+    method: str
+    what: str
+    formats: tuple[str, ...]
+    refusals: Mapping[str, str]
+
+    @property
+    def roundings(self) -> dict[str, str]:
+        """Its formats by their rounding."""
+        return {WEIGHT_FORMATS[fmt].rounding: fmt for fmt in self.formats}
+
+    @property
+    def loaders(self) -> tuple[str, ...]:
+        """The engines that load it."""
+        return tuple(engine for engine in ENGINES if engine not in self.refusals)
+
+    @property
+    def modelopt(self) -> bool:
+        """Whether it is ModelOpt's, which has a second config file."""
+        return self.method == "modelopt"
+
+
+ENGINES = ("vLLM", "SGLang", "transformers")
+ENGINE_NAMES = tuple(map(str.lower, ENGINES))
+"""As options have them."""
+_NO_MODELOPT = "no loader for ModelOpt"
+SCHEMES = {
+    "nvfp4": Scheme(
+        method="modelopt", what="NVFP4", formats=("nvfp4",),
+        refusals={"transformers": f"{_NO_MODELOPT} NVFP4"},
+    ),
+    "fp8": Scheme(
+        method="compressed-tensors", what="float-quantized", formats=("fp8",), refusals={}
+    ),
+    "nvfp4-fp8": Scheme(
+        method="modelopt", what="MIXED_PRECISION", formats=("nvfp4", "fp8-modelopt"),
+        refusals={
+            "SGLang": "refuses Beam in ModelOpt MIXED_PRECISION",
+            "transformers": f"{_NO_MODELOPT} MIXED_PRECISION",
+        },
+    ),
+}  # fmt: skip
+
+
+def quantized_tensors(module: str, fmt: str, n: int, k: int) -> Outputs:
+    """(name, dtype, shape) of each tensor that the linear `module` [n, k] becomes in a format."""
+    return WEIGHT_FORMATS[fmt].tensors(module, n, k)
+
+
+def stored_as(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
+    """The format of a linear by its stored tensors, (dtype, shape) by suffix (`weight`, ...).
+
+    None where nothing says that it is quantized. A linear that lacks tensors, or has others too,
+    goes by those that it has.
+    """
+    codes, _ = parts.get("weight", ("", ()))
+    dtype, shape = parts.get("weight_scale", ("", ()))
+    if codes == "U8" or "weight_scale_2" in parts:
+        return "nvfp4"
+    if codes == "F8_E4M3" or dtype:
+        return "fp8-modelopt" if len(shape) == 1 else "fp8"
+    return "nvfp4" if "input_scale" in parts else None
+
+
+SUFFIXES = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+"""Those of the tensors of a quantized linear, in any format."""
+
+
+def scheme_of(formats: Collection[str]) -> str | None:
+    """The scheme that declares linears in these formats; None if there is none."""
+    fitting = (name for name, each in SCHEMES.items() if set(each.formats) == set(formats))
+    return next(fitting, None)
 
 
 def layer_units(config: BeamConfig) -> tuple[Unit, ...]:
@@ -89,10 +202,10 @@ def harmless_entries(config: BeamConfig, modules: Iterable[str]) -> list[str]:
 
 
 def ignore_list(
-    config: BeamConfig, fmt: str, quantized: Collection[Unit], extra_modules: Iterable[str]
+    config: BeamConfig, scheme: str, quantized: Collection[Unit], extra_modules: Iterable[str]
 ) -> list[str]:
-    """What engines must not quantize, in the form of the format's config."""
-    form = compressed_tensors_ignore if fmt == "fp8" else modelopt_ignore
+    """What engines must not quantize, in the form of the scheme's config."""
+    form = modelopt_ignore if SCHEMES[scheme].modelopt else compressed_tensors_ignore
     return form(config, quantized, extra_modules)
 
 
@@ -139,28 +252,68 @@ def compressed_tensors_ignore(
     ]
 
 
-def quantization_config(fmt: str, ignore: list[str], kv_cache: str) -> dict[str, Any]:
-    """The `quantization_config` block of config.json."""
-    if fmt == "fp8":
+def quantization_config(
+    scheme: str, ignore: list[str], kv_cache: str, formats: Mapping[Unit, str] | None = None
+) -> dict[str, Any]:
+    """The `quantization_config` block of config.json.
+
+    `formats` has each quantized unit's format; a scheme of several names its linears by them.
+    """
+    if not SCHEMES[scheme].modelopt:
         return _compressed_tensors_block(ignore, kv_cache)
-    four_bit = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
     block: dict[str, Any] = {
         "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
+        "quant_algo": SCHEMES[scheme].what,
         "producer": {"name": "modelopt", "version": MODELOPT_VERSION},
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": dict(four_bit),
-                # Without this entry vLLM would serve W4A16 without a message.
-                "input_activations": dict(four_bit),
-            }
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], **_GROUPS["nvfp4"]}},
         "ignore": ignore,
     }
+    if scheme == "nvfp4-fp8":
+        layers = dict(_quantized_layers(formats or {}))
+        block["quantized_layers"] = {name: ALGOS[fmt] for name, fmt in layers.items()}
+        block["config_groups"] = {
+            f"group_{place}": {
+                "targets": sorted(name for name, each in layers.items() if each == fmt),
+                **_GROUPS[fmt],
+            }
+            for place, fmt in enumerate(dict.fromkeys(layers.values()))
+        }
     if kv_cache == "fp8":
         block["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     return block
+
+
+_FOUR_BITS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_BLOCK}
+_EIGHT_BITS = {"dynamic": False, "num_bits": 8, "type": "float"}
+# As ModelOpt writes them. Without input_activations vLLM would serve W4A16 without a message; that
+# FP8 activations are scaled per token when served shows in the algorithm's name alone.
+_GROUPS = {
+    "nvfp4": {"weights": _FOUR_BITS, "input_activations": _FOUR_BITS},
+    "fp8-modelopt": {
+        "weights": {**_EIGHT_BITS, "strategy": "channel"}, "input_activations": _EIGHT_BITS,
+    },
+}  # fmt: skip
+ALGOS = {
+    "nvfp4": {"quant_algo": "NVFP4", "group_size": NVFP4_BLOCK},
+    "fp8-modelopt": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+}
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj")
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _quantized_layers(formats: Mapping[Unit, str]) -> Iterator[tuple[str, str]]:
+    """(module, format) of every quantized linear, in layer order; all experts of a layer are one.
+
+    vLLM looks a layer's experts up by that name before it looks for names that begin with it.
+    """
+    for layer, role in sorted(formats, key=lambda unit: (unit[0], QUANTIZABLE.index(unit[1]))):
+        prefix = f"model.layers.{layer}"
+        modules = {
+            Role.ATTENTION: [f"{prefix}.self_attn.{name}" for name in ATTENTION_LINEARS],
+            Role.DENSE_MLP: [f"{prefix}.mlp.{name}" for name in MLP_LINEARS],
+            Role.EXPERT: [f"{prefix}.mlp.experts"],
+        }[role]
+        yield from ((module, formats[layer, role]) for module in modules)
 
 
 def _compressed_tensors_block(ignore: list[str], kv_cache: str) -> dict[str, Any]:
@@ -187,6 +340,7 @@ def _compressed_tensors_block(ignore: list[str], kv_cache: str) -> dict[str, Any
 
 def hf_quant_config(config_block: Mapping[str, Any]) -> dict[str, Any]:
     """`hf_quant_config.json`, derived from config.json's block so that the two cannot differ."""
+    layers = config_block.get("quantized_layers")
     return {
         "producer": dict(config_block["producer"]),
         "quantization": {
@@ -194,5 +348,6 @@ def hf_quant_config(config_block: Mapping[str, Any]) -> dict[str, Any]:
             "kv_cache_quant_algo": "FP8" if config_block.get("kv_cache_scheme") else None,
             "group_size": NVFP4_BLOCK,
             "exclude_modules": list(config_block["ignore"]),
+            **({"quantized_layers": dict(layers)} if layers else {}),
         },
     }

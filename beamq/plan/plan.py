@@ -38,7 +38,7 @@ from beamq.io.safetensors_header import ITEMSIZE, few
 from beamq.io.shard_writer import OutputTensor, Shard
 from beamq.options import Flag, from_keywords, takes
 from beamq.plan import layout
-from beamq.plan.layout import NVFP4_BLOCK, Unit, layer_units
+from beamq.plan.layout import SCHEMES, WEIGHT_FORMATS, Outputs, Unit, layer_units
 from beamq.plan.recipe import Recipe, load_recipe, matches
 from beamq.plan.sources import SourceMap, SourceRange, map_sources
 from beamq.units import short_repr, show_bytes
@@ -100,19 +100,26 @@ def quantized_units(
             f" {', '.join(role.value for role in recipe.rules)}, and every such part is excluded"
             " or absent"
         )
-    roles = {role for _, role in units} if recipe.format == "nvfp4" else set()
+    roles = {role for _, role in units}
     for role in filter(roles.__contains__, QUANTIZABLE):
+        step = k_step(recipe, role)
         for name, k in input_widths(config, role).items():
-            if k % NVFP4_BLOCK:
+            if k % step:
                 raise RecipeError(
-                    f"{name}: input width {k} is not a multiple of {NVFP4_BLOCK}, as NVFP4 needs;"
-                    f" use an FP8 recipe or one without {role.value}"
+                    f"{name}: input width {k} is not a multiple of {step}, as {recipe.rules[role]}"
+                    f" needs; use an FP8 recipe or one without {role.value}"
                 )
     return units
 
 
+def k_step(recipe: Recipe, role: Role) -> int:
+    """What the input width of a role's linears must be a multiple of: the columns of a block."""
+    rows, columns = WEIGHT_FORMATS[recipe.weight_format(role)].block
+    return columns if rows == 1 and columns else 1
+
+
 def input_widths(config: BeamConfig, role: Role) -> dict[str, int]:
-    """K of the linears of a role: the dimension that blocks of 16 run along."""
+    """K of the linears of a role: the dimension that blocks run along."""
     h = config.hidden_size
     if role is Role.ATTENTION:
         return {"self_attn.q_proj, k_proj, v_proj, gate_proj": h, "self_attn.o_proj": config.q_dim}
@@ -120,22 +127,27 @@ def input_widths(config: BeamConfig, role: Role) -> dict[str, int]:
     return {f"{role.value} gate_proj, up_proj": h, f"{role.value} down_proj": width}
 
 
-def tensor_parallel_notes(
-    config: BeamConfig, recipe: Recipe, units: frozenset[Unit]
-) -> tuple[str, ...]:
-    """A warning where a usual tensor-parallel size would cut a block of 16 of an input width."""
-    split = [list(input_widths(config, role).values())[1] for role in {role for _, role in units}]
-    sizes = [size for size in (1, 2, 4, 8, 16) if all(k % (size * NVFP4_BLOCK) == 0 for k in split)]
-    if recipe.format != "nvfp4" or {1, 2, 4, 8} <= set(sizes):
-        return ()
-    return (
-        "tensor parallelism cuts blocks of 16 unless its size is one of"
-        f" {', '.join(map(str, sizes))}; serve with one of these, or with expert parallelism",
-    )
+def serving_notes(config: BeamConfig, recipe: Recipe, units: frozenset[Unit]) -> Iterator[str]:
+    """Which engines load the format where SGLang does not, and a warning where a usual
+    tensor-parallel size would cut a block of an input width."""
+    scheme = SCHEMES[recipe.format]
+    if "SGLang" in scheme.refusals:
+        reasons = "; ".join(f"{engine}: {why}" for engine, why in scheme.refusals.items())
+        yield f"{' and '.join(scheme.loaders)} alone can load this format ({reasons})"
+    split: dict[int, list[int]] = {}
+    for role in sorted({role for _, role in units}):
+        width = list(input_widths(config, role).values())[1]
+        split.setdefault(WEIGHT_FORMATS[recipe.weight_format(role)].block[1] or 1, []).append(width)
+    for step, widths in split.items():
+        sizes = [size for size in (1, 2, 4, 8, 16) if all(k % (size * step) == 0 for k in widths)]
+        if step > 1 and not {1, 2, 4, 8} <= set(sizes):
+            yield (
+                f"tensor parallelism cuts blocks of {step} unless its size is one of"
+                f" {', '.join(map(str, sizes))}; serve with one of these, or with expert"
+                " parallelism"
+            )
 
 
-Outputs = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""(name, dtype, shape) of the tensors that one source tensor becomes."""
 DraftMember = tuple[TensorRole, SourceRange, Outputs]
 
 
@@ -327,13 +339,21 @@ class Plan(Work):
     source_nbytes: int
 
     @property
+    def formats(self) -> dict[Unit, str]:
+        """The format of each quantized unit, a key of `layout.WEIGHT_FORMATS`."""
+        return {unit: self.recipe.weight_format(unit[1]) for unit in sorted(self.units)}
+
+    @property
     def bits_per_weight(self) -> float:
         """Output tensor bits over source elements, scales and unquantized tensors included."""
         return 8 * self.tensor_nbytes / self.total_parameters
 
 
 @takes(
-    AdapterOptions, kv_cache=Flag("", choices=("none", "fp8")), max_shard_bytes=Flag("", size=True)
+    AdapterOptions,
+    kv_cache=Flag("", choices=("none", "fp8")),
+    engine=Flag("", choices=layout.ENGINE_NAMES),
+    max_shard_bytes=Flag("", size=True),
 )
 def make_plan(
     source: Checkpoint | str | Path,
@@ -341,13 +361,15 @@ def make_plan(
     *,
     exclude: str | Sequence[str] = (),
     kv_cache: str | None = None,
+    engine: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     **keywords: Unpack[AdapterKeywords],
 ) -> Plan:
     """Plan the conversion of a folder, of a repository on the Hub, or of an opened source.
 
     `recipe` is a `Recipe`, a built-in name or the path of a YAML file; `exclude` and `kv_cache`
-    are added to it. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
+    are added to it. A recipe that `engine` ("vllm", "sglang" or "transformers") does not load is
+    refused. Raises `CheckpointError`, `TensorError`, `AlreadyQuantizedError`,
     `ConfigError` for the source and `RecipeError` for a recipe that does not fit it.
     `max_shard_bytes` bounds a shard's tensor bytes; a job is never split, so one larger job gets
     a shard of its own.
@@ -355,6 +377,7 @@ def make_plan(
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     if exclude or kv_cache is not None:
         chosen = chosen.with_options(exclude=tuple(exclude), kv_cache=kv_cache)
+    chosen.check_engine(engine)
     how = from_keywords(AdapterOptions, keywords)
     if isinstance(source, Checkpoint):
         if how.adapter is not None:
@@ -392,7 +415,7 @@ def _plan(checkpoint: Checkpoint, recipe: Recipe, max_shard_bytes: int) -> Plan:
         notes=(
             *merged_notes(checkpoint),
             *sources.notes,
-            *tensor_parallel_notes(config, recipe, units),
+            *serving_notes(config, recipe, units),
         ),
         hints=(*merge_hint(checkpoint), *_hints(checkpoint, files, max_shard_bytes)),
         parameters=parameters,
@@ -439,14 +462,14 @@ def _draft_jobs(
             yield _copy_job(role, source, "F32" if role.role in FP32_ROLES else "BF16")
             continue
         n, k = source.shape
-        fmt = recipe.rules[role.role]
-        # FP8 rows share nothing, so each linear is a job of its own.
-        group = role.module if fmt == "fp8" else fused_group(role)
-        draft = groups.setdefault(group, Draft(kind=JobKind(fmt), group=group, members=[]))
-        outputs = layout.quantized_tensors(role.module, fmt, n, k)
+        kind = JobKind(recipe.rules[role.role])
+        # Only NVFP4 shares a scale, so each other linear is a job of its own.
+        group = fused_group(role) if kind is JobKind.NVFP4 else role.module
+        draft = groups.setdefault(group, Draft(kind=kind, group=group, members=[]))
+        outputs = layout.quantized_tensors(role.module, recipe.weight_format(role.role), n, k)
         draft.members.append((role, source, outputs))
         size = {"qkv_gate": 4, "gate_up": 2}.get(group.rsplit(".", 1)[-1], 1)
-        if fmt == "fp8" or len(draft.members) == size:
+        if len(draft.members) == size:
             yield groups.pop(group)
     if groups:
         raise RecipeError(f"internal: scale groups left open: {', '.join(groups)[:200]}")

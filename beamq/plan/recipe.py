@@ -7,7 +7,8 @@ precision of the source. All keys:
 
     name         short name, used in cards and reports
     summary      one sentence for people
-    rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8
+    rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8. Experts
+                 in nvfp4 may go with other roles in fp8, which only vLLM loads (see `layout`)
     scales       NVFP4 block scales; `sweep` (NVFP4's default): of the nearby stored scales, the one
                  with the least squared error; `max`: from the block's largest magnitude alone,
                  which gives the same bytes as Model-Optimizer
@@ -22,8 +23,6 @@ precision of the source. All keys:
                  Beam refuses them)
     exclude      patterns of modules to leave unquantized (see `matches`)
     bounds       what a sound result may lose at most (see `Bounds`); changes no byte of an output
-
-Rules that mix NVFP4 and FP8 are refused: such files load only in vLLM.
 
 A recipe may be a stranger's. Python's `re` cannot be stopped once it runs, so an exclude pattern
 that could take exponential time is refused beforehand.
@@ -47,6 +46,7 @@ from beamq.beam.tensors import QUANTIZABLE, Role
 from beamq.errors import RecipeError, shown_value
 from beamq.io.files import parse_yaml, read_small, user_path
 from beamq.options import did_you_mean, takes
+from beamq.plan.layout import SCHEMES, WEIGHT_FORMATS
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -64,8 +64,10 @@ def matches(pattern: str, module: str) -> bool:
     return f".{pattern}." in f".{module}."
 
 
-FORMATS = ("nvfp4", "fp8")
-BUILT_IN = ("nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "fp8", "fp8-experts")
+FORMATS = tuple(dict.fromkeys(each.rounding for each in WEIGHT_FORMATS.values()))
+BUILT_IN = (
+    "nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "nvfp4-fp8", "fp8", "fp8-experts",
+)  # fmt: skip
 SCALES = ("sweep", "max")
 HEADROOM = 2  # measured: docs/results.md, "Input scales on other text"
 HEADROOMS = (1, 2, 4, 8, 16, 32, 64)
@@ -105,8 +107,17 @@ class Recipe:
 
     @property
     def format(self) -> str:
-        """The one format of every quantized linear: `nvfp4` or `fp8`."""
-        return next(iter(self.rules.values()))
+        """How the output declares its formats, a key of `layout.SCHEMES`."""
+        return "-".join(each for each in FORMATS if each in self.rules.values())
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any linear has an input scale: those in NVFP4."""
+        return "nvfp4" in self.rules.values()
+
+    def weight_format(self, role: Role) -> str:
+        """What a linear of a role becomes, a key of `layout.WEIGHT_FORMATS`."""
+        return SCHEMES[self.format].roundings[self.rules[role]]
 
     @property
     def expert_method(self) -> str | None:
@@ -114,6 +125,17 @@ class Recipe:
         if self.rounding == "gptq":
             return "gptq"
         return "second-moment" if self.weighting == "second-moment" else None
+
+    def check_engine(self, engine: str | None) -> None:
+        """Raise `RecipeError` where `engine` ("vllm", "sglang", ...) does not load the output."""
+        scheme = SCHEMES[self.format]
+        for name, why in scheme.refusals.items():
+            if name.lower() == engine:
+                raise RecipeError(
+                    f"recipe {self.name} is not for {name} ({why}); {' and '.join(scheme.loaders)}"
+                    " can load it. Use a recipe of one format that both engines load, such as nvfp4"
+                    " or fp8"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as plain data, as in its YAML."""
@@ -287,12 +309,18 @@ def _rules(value: Any, origin: str) -> dict[Role, str]:
             raise RecipeError(
                 f"{origin}: rules.{key} is {shown_value(fmt, 60)}, expected {' or '.join(FORMATS)}"
             )
-    if len(set(rules.values())) > 1:
-        raise RecipeError(
-            f"{origin}: rules mix NVFP4 and FP8; SGLang refuses such files and only vLLM loads"
-            " them. Use one format"
-        )
+    _check_mix(rules, origin)
     return rules
+
+
+def _check_mix(rules: Mapping[Role, str], origin: str) -> None:
+    """Raise `RecipeError` for formats that no engine loads together."""
+    mix = set(rules.values())
+    if len(mix) > 1 and (mix != {"nvfp4", "fp8"} or rules.get(Role.EXPERT) == "fp8"):
+        raise RecipeError(
+            f"{origin}: rules mix {' and '.join(sorted(mix))}; engines load no such file. Only"
+            " attention and dense MLPs in fp8 next to others in nvfp4 can be mixed, for vLLM alone"
+        )
 
 
 def _bounds(value: Any, origin: str) -> Bounds:

@@ -17,6 +17,7 @@ import math
 import re
 import struct
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -38,7 +39,14 @@ from beamq.errors import TensorError
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec
-from beamq.plan.layout import NVFP4_BLOCK, Unit, quantized_tensors
+from beamq.plan.layout import (
+    NVFP4_BLOCK,
+    SCHEMES,
+    WEIGHT_FORMATS,
+    Outputs,
+    Unit,
+    quantized_tensors,
+)
 from beamq.plan.plan import Draft, DraftMember, JobKind
 from beamq.plan.sources import DERIVED_SUFFIXES, SourceRange, whole_range
 
@@ -75,7 +83,7 @@ REPAIRS = {
     "configs": "the configs do not say what is stored; derived from the stored dtypes",
     "unusable": "missing, malformed or not finite",
     "unknown": "not a tensor of this Beam",
-    "mixed-formats": "NVFP4 and FP8 in one checkpoint, which SGLang refuses",
+    "mixed-formats": "NVFP4 and FP8 in one part of a layer, or FP8 experts next to NVFP4",
     "other": "a check of verify fails",
 }
 """Each kind of finding: what is wrong, and what is done."""
@@ -165,8 +173,8 @@ class RepairPlan:
         self, checkpoint: Checkpoint, origin: Mapping[str, SourceRange], *, values: bool
     ) -> None:
         self.config = BeamConfig.from_dict(checkpoint.config)
-        self.format = ""
-        self.units: set[Unit] = set()
+        self.scheme = ""
+        self.formats: dict[Unit, str] = {}
         self.drafts: list[Draft] = []
         self.edits: dict[str, Edit] = {}
         self._checkpoint, self._origin = checkpoint, origin
@@ -244,27 +252,22 @@ class RepairPlan:
     def _collect_linears(self) -> None:
         """The linears of every part that holds codes, with what the headers show to be wrong."""
         expected = [each for each in expected_tensors(self.config) if each[0].role in QUANTIZABLE]
-        formats: dict[str, list[str]] = {}
+        found: dict[str, str] = {}  # rounding by the name of a weight
         for role, _ in expected:
             code = self._left[role.name].spec.dtype if role.name in self._left else ""
             if code in CODE_DTYPES:
-                self.units.add((role.layer or 0, role.role))
-                formats.setdefault(_FORMATS.get(code, code), []).append(role.name)
-        if not formats:
+                found[role.name] = _FORMATS.get(code, code)
+        if not found:
             raise TensorError(
                 f"{self._checkpoint.name}: no linear is quantized, so there is nothing that repair"
                 " knows; `beamq verify` checks a plain Beam"
             )
-        self.format = max(formats, key=lambda fmt: len(formats[fmt]))
-        for name in (
-            name for fmt, names in formats.items() if fmt != self.format for name in names
-        ):
-            self.note("mixed-formats", NONE, name)
+        self._choose_formats(found)
         odd_layers = set()
         for role, (n, k) in expected:
-            if (role.layer or 0, role.role) not in self.units:
+            if _unit(role) not in self.formats:
                 continue
-            own = quantized_tensors(role.module, self.format, n, k)
+            own = quantized_tensors(role.module, self.formats[_unit(role)], n, k)
             names = [name for name, _, _ in own if name in self._left]
             parts = {name.rpartition(".")[2]: self._left.pop(name) for name in names}
             linear = DamagedLinear(role=role, shape=(n, k), parts=parts)
@@ -279,25 +282,56 @@ class RepairPlan:
                 # A packed gate_up_proj may be square, so that its own shape shows no other axis.
                 linear.fault = linear.fault or "packed, and down_proj of its layer has other axes"
 
+    def _choose_formats(self, found: Mapping[str, str]) -> None:
+        """The scheme, and the format of each unit: that of most of its linears, if the scheme of
+        all units has it, or else that of most linears. `found` are roundings of codes."""
+        units: dict[Unit, Counter[str]] = {}
+        for name, rounding in found.items():
+            units.setdefault(_unit(classify(name)), Counter())[rounding] += 1
+        most = {unit: counts.most_common(1)[0][0] for unit, counts in units.items()}
+        overall = Counter(found.values()).most_common(1)[0][0]
+        mixed = {rounding for (_, role), rounding in most.items() if role is Role.EXPERT} <= {
+            "nvfp4"
+        }
+        fitting = (
+            name
+            for name, each in SCHEMES.items()
+            if set(each.roundings) == set(most.values()) and (mixed or len(each.formats) == 1)
+        )
+        self.scheme = next(fitting, overall if overall in SCHEMES else "nvfp4")
+        roundings = SCHEMES[self.scheme].roundings
+        first = SCHEMES[self.scheme].formats[0]
+        self.formats = {unit: roundings.get(rounding, first) for unit, rounding in most.items()}
+        for name, rounding in found.items():
+            if WEIGHT_FORMATS[self.formats[_unit(classify(name))]].rounding != rounding:
+                self.note("mixed-formats", NONE, name)
+
     def _group(self, role: TensorRole) -> str:
-        return fused_group(role) if self.format == "nvfp4" else role.module
+        return fused_group(role) if self._is_nvfp4(role) else role.module
+
+    def _is_nvfp4(self, role: TensorRole) -> bool:
+        return self.formats[_unit(role)] == "nvfp4"
 
     def _form_fault(self, linear: DamagedLinear) -> str:
         """Why the tensors of a linear cannot be used as they are, going by the headers."""
-        for name, dtype, shape in quantized_tensors(linear.role.module, self.format, *linear.shape):
+        for name, dtype, shape in self._tensors(linear):
             suffix = name.rpartition(".")[2]
             part = linear.parts.get(suffix)
             if part is None and suffix != "input_scale":
                 return f"{suffix} is missing"
             if part is None:
                 continue
-            row_scale = suffix == "weight_scale" and self.format == "fp8"
+            row_scale = suffix == "weight_scale" and dtype == "F32"
             dtypes = FLOAT_SOURCES if row_scale else (dtype,)
-            other = shape[:1] if row_scale else shape or (1,)  # what engines' loaders may refuse
-            if part.spec.dtype not in dtypes or part.shape not in (shape, other):
+            others = [shape[:1], (*shape[:1], 1)] if row_scale else [shape or (1,)]
+            if part.spec.dtype not in dtypes or part.shape not in (shape, *others):
                 found = f"{suffix} is {part.spec.dtype} {list(part.shape)}"
                 return f"{found}, expected {dtype} {list(shape)}"
         return ""
+
+    def _tensors(self, linear: DamagedLinear) -> Outputs:
+        fmt = self.formats[_unit(linear.role)]
+        return quantized_tensors(linear.role.module, fmt, *linear.shape)
 
     def _read(self, part: SourceRange) -> bytes:
         raw = bytearray(part.nbytes)
@@ -308,16 +342,15 @@ class RepairPlan:
 
     def _check_values(self, values: bool) -> None:
         """Find what scales are wrong, and what they must be. Then settle whom the source helps."""
-        if self.format == "nvfp4":
-            self._read_scalars()
+        self._read_scalars()
         for linear in self._linears.values():
             if values and not linear.fault:
                 self._check_scales(linear)
-        if self.format == "nvfp4":
-            for key, group in self._groups.items():
-                if not any(linear.fault for linear in group):
-                    self._share_global_scale(key, group)
-            self._fill_input_scales()
+        shared = {k: group for k, group in self._groups.items() if self._is_nvfp4(group[0].role)}
+        for key, group in shared.items():
+            if not any(linear.fault for linear in group):
+                self._share_global_scale(key, group)
+        self._fill_input_scales(shared)
         for group in self._groups.values():
             if any(linear.fault for linear in group):
                 for linear in group:
@@ -327,7 +360,8 @@ class RepairPlan:
 
     def _read_scalars(self) -> None:
         """Both scalars of every linear, inverted where the checkpoint has reciprocals."""
-        sound = [linear for linear in self._linears.values() if not linear.fault]
+        nvfp4 = [linear for linear in self._linears.values() if self._is_nvfp4(linear.role)]
+        sound = [linear for linear in nvfp4 if not linear.fault]
         inverted = any("weight_global_scale" in name for name in self._checkpoint.tensors)
         for suffix in _SCALARS:
             parts = {each.role.name: each.parts.get(suffix) for each in sound}
@@ -354,7 +388,7 @@ class RepairPlan:
         """Read the scales of a linear's blocks or rows, and find those that cannot be used."""
         scale, rows = linear.parts["weight_scale"], linear.shape[0]
         raw = self._read(scale)
-        if self.format == "fp8":
+        if not self._is_nvfp4(linear.role):
             if scale.spec.dtype != "F32":
                 wide = bytearray(4 * rows)
                 cpu.convert(memoryview(raw), scale.spec.dtype, memoryview(wide), "F32")
@@ -398,13 +432,13 @@ class RepairPlan:
             linear.global_scale = largest
         self.note("global-scale-differs", B if bound else E, key, bound=bound)
 
-    def _fill_input_scales(self) -> None:
+    def _fill_input_scales(self, groups: Mapping[str, list[DamagedLinear]]) -> None:
         """An input scale for every linear, one for each fused group."""
         kinds: dict[tuple[int | None, Role, str], float] = {}
-        for key, group in self._groups.items():
+        for key, group in groups.items():
             kind = (group[0].role.layer, group[0].role.role, key.rpartition(".")[2])
             kinds[kind] = max(kinds.get(kind, 0.0), *(linear.input_scale for linear in group))
-        for key, group in self._groups.items():
+        for key, group in groups.items():
             kind = (group[0].role.layer, group[0].role.role, key.rpartition(".")[2])
             filled = max(linear.input_scale for linear in group) or kinds[kind]
             if len({linear.input_scale for linear in group} - {0.0}) > 1:
@@ -446,7 +480,7 @@ class RepairPlan:
     def _draft_linear(self, linear: DamagedLinear) -> None:
         """The tensors of a linear that can be used."""
         scalars = {"weight_scale_2": linear.global_scale, "input_scale": linear.input_scale}
-        for name, dtype, shape in quantized_tensors(linear.role.module, self.format, *linear.shape):
+        for name, dtype, shape in self._tensors(linear):
             suffix = name.rpartition(".")[2]
             piece = linear.parts.get(suffix)
             if piece is not None and (piece.spec.dtype, piece.shape) != (dtype, shape):
@@ -467,9 +501,8 @@ class RepairPlan:
             return
         members: list[DraftMember] = []
         for each in group:
-            outputs = quantized_tensors(each.role.module, self.format, *each.shape)
-            members.append((each.role, self._origin[each.role.name], outputs))
-        kind = JobKind(self.format)
+            members.append((each.role, self._origin[each.role.name], self._tensors(each)))
+        kind = JobKind(WEIGHT_FORMATS[self.formats[_unit(linear.role)]].rounding)
         self.drafts.append(Draft(kind=kind, group=self._group(linear.role), members=members))
 
     def _draft_high_precision(self, role: TensorRole, shape: tuple[int, ...]) -> None:
@@ -511,6 +544,10 @@ class RepairPlan:
             or (name in stored and (stored[name].dtype, stored[name].shape) == (dtype, part))
             for name, dtype, part in wanted
         )
+
+
+def _unit(role: TensorRole) -> Unit:
+    return role.layer or 0, role.role
 
 
 # --- block scales under another global scale ----------------------------------------------------

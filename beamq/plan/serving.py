@@ -1,6 +1,6 @@
 """What a Beam needs when it is served, and which machines can hold it.
 
-In: a `BeamConfig`, and which units are quantized to which format (none: the BF16 source).
+In: a `BeamConfig`, and the format of each quantized unit (none: the BF16 source).
 Out: bytes of weights, KV cache and activations for each GPU, and how they fit on `GPUS`. Every
 figure follows from config.json.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,7 +32,7 @@ from beamq.beam.tensors import Role
 from beamq.errors import UsageError
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.options import did_you_mean
-from beamq.plan.layout import NVFP4_BLOCK, Unit, quantized_tensors
+from beamq.plan.layout import WEIGHT_FORMATS, Unit, quantized_tensors
 from beamq.units import parse_size
 
 BATCHED_TOKENS = 8192  # tokens of one step that activations are allowed for
@@ -67,11 +67,11 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """All weights of a model in one format."""
+    """All weights of a model. `blocked` has the columns that blocks of a role's linears have."""
 
     config: BeamConfig
     parts: tuple[WeightPart, ...]
-    blocked: frozenset[Role]
+    blocked: Mapping[Role, int]
 
     @property
     def nbytes(self) -> int:
@@ -116,8 +116,8 @@ class Weights:
         return {layout: {n: self.per_gpu(layout, n) for n in COUNTS} for layout in LAYOUTS}
 
 
-def tensor_parallel_fits(config: BeamConfig, blocked: Collection[Role], count: int) -> bool:
-    """Whether heads and widths divide by `count`, with whole NVFP4 blocks for `blocked` roles."""
+def tensor_parallel_fits(config: BeamConfig, blocked: Mapping[Role, int], count: int) -> bool:
+    """Whether heads and widths divide by `count`, with whole blocks of the roles in `blocked`."""
     kv = config.num_kv_heads
     if config.num_heads % count or (kv % count and count % kv):
         return False
@@ -126,16 +126,14 @@ def tensor_parallel_fits(config: BeamConfig, blocked: Collection[Role], count: i
         (config.sparse_layers, Role.EXPERT, config.moe_intermediate_size),
         (range(config.num_layers), Role.ATTENTION, config.q_dim),
     ):
-        step = NVFP4_BLOCK if role in blocked else 1
-        if kind and width % (count * step):
+        if kind and width % (count * blocked.get(role, 1)):
             return False
     return True
 
 
-def model_weights(
-    config: BeamConfig, fmt: str | None = None, units: Collection[Unit] = frozenset()
-) -> Weights:
-    """Weights with `units` in `fmt` ("nvfp4" or "fp8") and the rest BF16, routers FP32.
+def model_weights(config: BeamConfig, formats: Mapping[Unit, str] | None = None) -> Weights:
+    """Weights with units in their `formats` (`layout.WEIGHT_FORMATS`) and the rest BF16, routers
+    FP32.
 
     Counts Beam's own tensors; extra ones that a plan copies along are not served.
     """
@@ -150,13 +148,14 @@ def model_weights(
     for role, pieces, numel, itemsize in _high_precision_tensors(config):
         step = VOCAB_STEP if role in (Role.EMBEDDING, Role.HEAD) else 1
         add(role, pieces, step, numel, numel * itemsize, 0)
-    blocked: set[Role] = set()
+    blocked: dict[Role, int] = {}
     for layer, role, pieces, count, n, k in _linears(config):
-        chosen = fmt if (layer, role) in units else None
+        chosen = (formats or {}).get((layer, role))
         step = 1
-        if chosen == "nvfp4":
-            blocked.add(role)
-            step = NVFP4_EXPERT_STEP if role is Role.EXPERT else 1
+        if chosen is not None:
+            columns = WEIGHT_FORMATS[chosen].block[1]
+            blocked[role] = math.lcm(blocked.get(role, 1), columns or 1)
+            step = NVFP4_EXPERT_STEP if chosen == "nvfp4" and role is Role.EXPERT else 1
         nbytes, scales = linear_nbytes(chosen, n, k)
         add(role, pieces, step, count * n * k, count * nbytes, count * scales)
     return Weights(
@@ -164,7 +163,7 @@ def model_weights(
         parts=tuple(
             WeightPart(role, pieces, step, *entry) for (role, pieces, step), entry in sums.items()
         ),
-        blocked=frozenset(blocked),
+        blocked=blocked,
     )
 
 

@@ -42,7 +42,8 @@ class Target:
     """One tensor that may come, and what it becomes.
 
     It is a matrix, a vector, or a stack of matrices; `linears` are for each matrix the tensors of a
-    checkpoint that its rows are, in equal shares. `dtype` is that of a copy.
+    checkpoint that its rows are, in equal shares. `dtype` is that of a copy, `format` that of the
+    linears ("" for a copy).
     """
 
     name: str
@@ -50,6 +51,7 @@ class Target:
     shape: tuple[int, ...]
     kind: JobKind
     dtype: str
+    format: str
     group: str
     linears: tuple[tuple[TensorRole, ...], ...]
 
@@ -91,8 +93,9 @@ def targets_of(config: BeamConfig, recipe: Recipe) -> ModelTargets:
         group = role.name if alone else fused_group(role)
         dtype = "F32" if role.role in FP32_ROLES else "BF16"
         model.by_name[role.name] = Target(
-            name=role.name, role=role, shape=shape, kind=kind, dtype=dtype, group=group,
-            linears=linears,
+            name=role.name, role=role, shape=shape, kind=kind, dtype=dtype,
+            format=recipe.weight_format(role.role) if quantized else "",
+            group=group, linears=linears,
         )  # fmt: skip
         model.groups.setdefault(group, []).append(role.name)
 
@@ -125,7 +128,7 @@ def output_metadata(
             outputs.append((target.name, target.dtype, target.shape))
         elif target.role.packed is None:
             n, k = target.shape
-            outputs += layout.quantized_tensors(target.role.module, recipe.format, n, k)
+            outputs += layout.quantized_tensors(target.role.module, target.format, n, k)
     return [(name, TORCH_DTYPES[dtype], shape) for name, dtype, shape in outputs]
 
 
@@ -136,8 +139,10 @@ def quantization_config(
     """`quantization_config` of config.json, as `beamq quantize` writes it, so that an engine is
     built for the tensors that it will get. Raises `RecipeError` and `ConfigError`."""
     recipe, config = checked_recipe(recipe), beam_config(config)
-    ignore = layout.ignore_list(config, recipe.format, targets_of(config, recipe).units, ())
-    return layout.quantization_config(recipe.format, ignore, recipe.kv_cache)
+    units = targets_of(config, recipe).units
+    ignore = layout.ignore_list(config, recipe.format, units, ())
+    formats = {unit: recipe.weight_format(unit[1]) for unit in sorted(units)}
+    return layout.quantization_config(recipe.format, ignore, recipe.kv_cache, formats)
 
 
 def checked_recipe(given: Recipe | str | Path) -> Recipe:

@@ -24,7 +24,9 @@ from beamq.io.checkpoint import ADAPTER_STAMP, HUB_STAMP, Checkpoint
 from beamq.io.companions import card_name, front_matter, licence_file
 from beamq.io.hub import cached_repo, could_be_path, parse_hub_id
 from beamq.io.shard_writer import write_file
+from beamq.plan.layout import SCHEMES
 from beamq.plan.plan import Plan, Work
+from beamq.plan.recipe import FORMATS
 from beamq.plan.serving import GPUS, KV_ITEMSIZE, default_context, fit, model_weights
 from beamq.report.tables import FORMAT_NAMES, Table, page, role_sums
 from beamq.units import show_bytes, show_count
@@ -33,11 +35,10 @@ from beamq.version import __version__
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-LAYOUT_TAGS = {"nvfp4": "modelopt", "fp8": "compressed-tensors"}
 # The Hub offers vLLM and SGLang only for text generation with transformers. (For NVFP4 its snippet
 # for transformers itself does not work, and the card says so.)
 LIBRARY, TASK = "transformers", "text-generation"
-ENGINE_TAGS = ("vllm", "sglang")
+ENGINE_TAGS = {"vLLM": "vllm", "SGLang": "sglang"}
 _LINK = re.compile(r"https?://[^\s]{1,500}")
 
 
@@ -98,8 +99,11 @@ def hub_metadata(
     data = _inherited(origin, plan, "quantized")
     data["library_name"] = LIBRARY
     data["pipeline_tag"] = TASK
-    engines = ENGINE_TAGS if is_servable(plan) else ()
-    data["tags"] = [LIBRARY, "beam", fmt, LAYOUT_TAGS[fmt], "beamq", *engines]
+    scheme = SCHEMES[fmt]
+    loaders = [ENGINE_TAGS[each] for each in scheme.loaders if each in ENGINE_TAGS]
+    engines = loaders if is_servable(plan) else []
+    formats = (each for each in FORMATS if each in plan.recipe.rules.values())
+    data["tags"] = [LIBRARY, "beam", *formats, scheme.method, "beamq", *engines]
     if datasets := calibration_datasets(input_scales or {}):
         data["datasets"] = datasets
     return data
@@ -159,7 +163,12 @@ def _words(value: Any) -> str | list[str] | None:
 COUNTS = (1, 2, 4, 8)
 READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 # What was run, and with which result (docs/serving.md).
+_LOADED = (
+    "No engine has run a Beam by beamq in this layout; vLLM 0.33.0's own loader took one on a CPU,"
+    " without kernels."
+)
 RUN = {
+    "nvfp4-fp8": _LOADED,
     "nvfp4": "On 2026-11-30 vLLM 0.33.0 ran small NVFP4 Beams by beamq on H200s. Their KL from"
     " the source was what `beamq compare` predicts, within 5%.",
     "fp8": "On 2026-11-30 vLLM 0.33.0 and SGLang 0.5.23 ran small FP8 Beams by beamq on H200s."
@@ -202,10 +211,13 @@ ENGINES = {
         ServingEngine("vLLM", _VLLM, (*_HOPPER, *_BLACKWELL)),
         ServingEngine("SGLang", _SGLANG, (*_HOPPER, *_BLACKWELL), _SGLANG_FP8),
     ),
+    "nvfp4-fp8": (ServingEngine("vLLM", _VLLM, (*_HOPPER, *_BLACKWELL), _VLLM_NVFP4),),
 }
 _TRANSFORMERS = {
     "nvfp4": "transformers cannot load this layout.",
     "fp8": "transformers loads it too, but decodes the experts to BF16 in memory.",
+    "nvfp4-fp8": "SGLang and transformers cannot load this layout: SGLang refuses a Beam with parts"
+    " in different formats.",
 }
 
 
@@ -225,7 +237,7 @@ def commands(plan: Plan, engine: ServingEngine) -> list[str]:
 
 def smallest_tensor_parallel(plan: Plan, name: str) -> int | None:
     """The fewest GPUs of a kind that hold the model and one context with tensor parallelism."""
-    weights = model_weights(plan.config, plan.recipe.format, plan.units)
+    weights = model_weights(plan.config, plan.formats)
     gpu = next(gpu for gpu in GPUS if gpu.name == name)
     itemsize = KV_ITEMSIZE["fp8" if plan.recipe.kv_cache == "fp8" else "bf16"]
     context = default_context(plan.config)
@@ -255,6 +267,9 @@ _FORMAT_TEXTS = {
     " ModelOpt's layout",
     "fp8": "FP8 weights (E4M3, one FP32 scale a row) and activations (scaled per token by the"
     " engine) in compressed-tensors' layout",
+    "nvfp4-fp8": "NVFP4 (4-bit values, one FP8 scale for every 16 of them) and FP8 (E4M3, one FP32"
+    " scale a row; activations scaled per token by the engine) weights and activations, in"
+    " ModelOpt's layout for mixed precision",
 }
 _SCALES_TEXTS = {
     "max": "from the largest value of each block (`max`)",
@@ -284,7 +299,7 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
         name="Beam" if origin.base_model is None else origin.base_model.partition("/")[2],
         base=origin.base_model,
         format=FORMAT_NAMES[fmt],
-        nvfp4=fmt == "nvfp4",
+        nvfp4=plan.recipe.calibrated,
         stored=_FORMAT_TEXTS[fmt],
         plan=plan,
         quantized=f"{plan.quantized_parameters / plan.total_parameters:.1%}",

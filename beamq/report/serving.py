@@ -51,7 +51,7 @@ class ServingView:
         self._kv_dtype = "fp8" if plan.recipe.kv_cache == "fp8" else "bf16"
         self._need = {"context": self._context, "kv_itemsize": KV_ITEMSIZE[self._kv_dtype]}
         self._source = model_weights(config)
-        self._output = model_weights(config, plan.recipe.format, plan.units)
+        self._output = model_weights(config, plan.formats)
 
     def data(self) -> dict[str, Any]:
         """The key `serving` of `beamq plan --json`. All bytes; null where a split is impossible.
@@ -115,7 +115,7 @@ class ServingView:
             f" {show_bytes(activation_nbytes(self._config))} for a step of {BATCHED_TOKENS:,}"
             " tokens."
         )
-        if self._plan.recipe.format == "nvfp4":
+        if self._plan.recipe.calibrated:
             blocks.append(
                 "H100 and H200 have no FP4 units. vLLM serves NVFP4 on them with 4-bit weights and"
                 " BF16 activations; SGLang refuses it there and serves FP8."

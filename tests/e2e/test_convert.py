@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from beamq.beam.tensors import classify
 from beamq.convert import cpu_worker, run
 from beamq.convert.dequantize import dequantize
 from beamq.convert.quantize import quantize
@@ -22,7 +23,7 @@ from beamq.errors import (
     UsageError,
 )
 from beamq.io.files import read_json_object
-from beamq.plan.recipe import BUILT_IN
+from beamq.plan.recipe import BUILT_IN, load_recipe
 from tests.helpers import safetensors_edit as st
 from tests.helpers.independent_decoder import bf16, decode, tensors_of
 
@@ -30,7 +31,7 @@ from tests.helpers.independent_decoder import bf16, decode, tensors_of
 def convert(source: Path, output: Path, recipe: str = "nvfp4", **options: object) -> Path:
     if recipe == "nvfp4-gptq":
         options |= {"samples": 4, "sequence_length": 64}
-    elif recipe.startswith("nvfp4") and "calibration" not in options:
+    elif load_recipe(recipe).calibrated and "calibration" not in options:
         options["no_calibration"] = True
     quantize(source, output, recipe=recipe, **options)  # type: ignore[arg-type]
     return output
@@ -42,7 +43,8 @@ def test_an_independent_reader_finds_the_weights(
 ) -> None:
     source = tensors_of(beam_nano)
     output = tensors_of(convert(beam_nano, tmp_path / "out", recipe))
-    low, high = (0.07, 0.115) if recipe.startswith("nvfp4") else (0.022, 0.03)
+    bounds = {"nvfp4": (0.07, 0.115), "fp8": (0.022, 0.03)}
+    rules = load_recipe(recipe).rules
     quantized = 0
     for name, (dtype, shape, data) in source.items():
         module = name.removesuffix(".weight")
@@ -52,10 +54,11 @@ def test_an_independent_reader_finds_the_weights(
         quantized += 1
         weight = bf16(data, shape)
         error = np.linalg.norm(decode(output, module) - weight) / np.linalg.norm(weight)
-        assert low < error < high, (name, error)
-        if recipe.startswith("nvfp4"):
+        rounding = rules[classify(name).role]
+        assert bounds[rounding][0] < error < bounds[rounding][1], (name, error)
+        if rounding == "nvfp4":
             assert 0 < np.frombuffer(output[f"{module}.weight_scale_2"][2], "<f4")[0] < 1
-    expected = {"nvfp4-mlp": 249, "nvfp4-all": 289, "fp8": 289}
+    expected = {"nvfp4-mlp": 249, "nvfp4-all": 289, "nvfp4-fp8": 289, "fp8": 289}
     assert quantized == expected.get(recipe, 240)
 
 

@@ -36,7 +36,7 @@ def full_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plans(full_size: Path) -> dict[str, Plan]:
     with open_checkpoint(full_size) as checkpoint:
         assert len(checkpoint.tensors) == 38_366
-        return {name: make_plan(checkpoint, name) for name in ("nvfp4", "fp8")}
+        return {name: make_plan(checkpoint, name) for name in ("nvfp4", "nvfp4-fp8", "fp8")}
 
 
 def test_the_docs_show_the_commands_of_the_card(repo: Path, plans: dict[str, Plan]) -> None:
@@ -54,7 +54,11 @@ def test_the_docs_show_the_commands_of_the_card(repo: Path, plans: dict[str, Pla
 @pytest.mark.parametrize(
     ("recipe", "gigabytes", "tensors", "share"),
     # 4 tensors for each NVFP4 linear, 2 for each FP8 one.
-    [("nvfp4", 293.6, 151_262, 0.984), ("fp8", 503.5, 76_267, 0.997)],
+    [
+        ("nvfp4", 293.6, 151_262, 0.984),
+        ("nvfp4-fp8", 287.2, 151_531, 0.997),
+        ("fp8", 503.5, 76_267, 0.997),
+    ],
 )
 def test_plan_of_the_full_size_model(
     plans: dict[str, Plan], recipe: str, gigabytes: float, tensors: int, share: float
@@ -65,7 +69,7 @@ def test_plan_of_the_full_size_model(
     assert round(plan.tensor_nbytes / GB, 1) == gigabytes
     assert sum(len(shard.tensors) for shard in plan.shards) == tensors
     assert round(plan.quantized_parameters / plan.total_parameters, 3) == share
-    assert plan.tensor_nbytes == model_weights(plan.config, recipe, plan.units).nbytes
+    assert plan.tensor_nbytes == model_weights(plan.config, plan.formats).nbytes
     assert all(shard.nbytes < 5.1e9 for shard in plan.shards)
 
 

@@ -643,9 +643,8 @@ def static_activations(tensors: Tensors) -> None:
 
 def fp8_among_nvfp4(tensors: Tensors) -> None:
     for name in ("gate_proj", "up_proj"):
-        shape = tensors[f"model.layers.0.mlp.{name}.weight"][1]
-        size = shape[0] * shape[1]
-        tensors[f"model.layers.0.mlp.{name}.weight"] = ("F8_E4M3", shape, b"1" * size)
+        _, (n, half), _ = tensors[f"{EXPERT}.{name}.weight"]
+        tensors[f"{EXPERT}.{name}.weight"] = ("F8_E4M3", [n, half * 2], b"1" * n * half * 2)
 
 
 def other_axis(tensors: Tensors) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from beamq.beam.tensors import Role
 from beamq.cli import app
 from beamq.commands.verify import verify_blocks
 from beamq.convert.quantize import quantize
@@ -31,7 +32,7 @@ from beamq.eval.verify import second_opinion
 from beamq.eval.verify.checks import CHECKS, VerifyReport
 from beamq.eval.verify.verify import verify
 from beamq.io.source import INDEX_NAME
-from beamq.plan.recipe import BUILT_IN
+from beamq.plan.recipe import BUILT_IN, load_recipe
 from tests.helpers import safetensors_edit
 from tests.helpers.checkpoint_damage import (
     edit_json,
@@ -65,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, beam_nano: Path) -> Callable[
                 beam_nano,
                 output,
                 recipe=recipe,
-                no_calibration=recipe.startswith("nvfp4") and recipe != "nvfp4-gptq",
+                no_calibration=load_recipe(recipe).calibrated and recipe != "nvfp4-gptq",
                 max_shard_bytes=1_000_000,
                 samples=16 if recipe == "nvfp4-gptq" else None,
                 sequence_length=256 if recipe == "nvfp4-gptq" else None,
@@ -75,7 +76,13 @@ def made(tmp_path_factory: pytest.TempPathFactory, beam_nano: Path) -> Callable[
     return make
 
 
-SWEPT = ("nvfp4", "nvfp4-mlp", "nvfp4-all")
+SWEPT = ("nvfp4", "nvfp4-mlp", "nvfp4-all", "nvfp4-fp8")
+SKIPPED = {
+    "nvfp4": {"config.schema", "engine.transformers", "values.row-scales", "values.codes"},
+    "nvfp4-fp8": {"config.schema", "engine.transformers", "engine.sglang"},
+    "fp8": {"values.block-scales", "scales.global", "scales.shared", "scales.input",
+            "scales.input-shared"},
+}  # fmt: skip
 
 
 def failed(report: VerifyReport) -> set[str]:
@@ -99,16 +106,12 @@ def test_every_recipe_passes(
     skipped = {check.name: check.detail for check in report.checks if check.status == "skip"}
     forward = {name for name in skipped if name.startswith("forward.")}
     assert {skipped.pop(name) for name in forward} == {"needs --level forward"}
-    if recipe.startswith("nvfp4"):
-        assert set(skipped) == {"config.schema", "engine.transformers", "values.row-scales",
-                                "values.codes", "values.second-opinion"}  # fmt: skip
-        low, high = (0.08, 0.093) if recipe in SWEPT else (0.085, 0.11)
-        assert all(low < error.relative_rms < high for error in report.errors)
-    else:
-        assert set(skipped) == {"values.block-scales", "scales.global", "scales.shared",
-                                "scales.input", "scales.input-shared",
-                                "values.second-opinion"}  # fmt: skip
-        assert all(0.023 < error.relative_rms < 0.029 for error in report.errors)
+    assert set(skipped) == SKIPPED[load_recipe(recipe).format] | {"values.second-opinion"}
+    low, high = (0.08, 0.093) if recipe in SWEPT else (0.085, 0.11)
+    bounds = {"nvfp4": (low, high), "fp8": (0.023, 0.029)}
+    for error in report.errors:
+        low, high = bounds[load_recipe(recipe).rules[Role(error.role)]]
+        assert low < error.relative_rms < high
     assert all(skipped.values())
     assert json.loads(json.dumps(report.to_dict()))["ok"] is True
     assert [check.name for check in report.checks] == list(CHECKS)
@@ -524,6 +527,30 @@ case("nvfp4", "global scale doubled", scalar("weight_scale_2", 0.01, f"{EXPERT}.
 case("fp8", "swapped experts", lambda f: swap(
     f, f"{EXPERT}.up_proj.weight", "model.layers.4.mlp.experts.8.up_proj.weight"),
     "source.bound", "source.error", where=f"{EXPERT}.up_proj")
+OUT = f"{ATTENTION}.o_proj"
+
+
+def layers(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Change `quantized_layers` in both files."""
+    return all_of(
+        block(lambda d: change(d["quantized_layers"])), hf(lambda d: change(d["quantized_layers"]))
+    )
+
+
+case("nvfp4-fp8", "no algorithms for the layers", block(lambda d: d.pop("quantized_layers")),
+     "config.fields", "config.agreement", where="quantized_layers")
+case("nvfp4-fp8", "algorithms in one file only", hf(lambda d: d.pop("quantized_layers")),
+     "config.agreement", where="quantized_layers")
+case("nvfp4-fp8", "another layer's algorithm",
+     layers(lambda d: d.update({OUT: {"quant_algo": "NVFP4", "group_size": 16}})),
+     "engine.vllm", "engine.vllm-wide", where=OUT)
+case("nvfp4-fp8", "an algorithm with one scale for all rows",
+     layers(lambda d: d.update({OUT: {"quant_algo": "FP8"}})),
+     "config.fields", "engine.vllm", "engine.vllm-wide", where=OUT)
+case("nvfp4-fp8", "row scales [N, 1]", retype(f"{OUT}.weight_scale", "F32", [128, 1]),
+     "tensors.shape", where=f"{OUT}.weight_scale")
+case("nvfp4-fp8", "row scale off", lambda f: flip(f, f"{OUT}.weight_scale", 2, 0x40),
+     "source.bound", where=OUT)
 case("fp8", "row scale off", lambda f: flip(f, f"{ATTENTION}.q_proj.weight_scale", 2, 0x40),
      "source.bound", "source.error", where=f"{ATTENTION}.q_proj")
 
@@ -808,7 +835,25 @@ def test_a_strangers_folder_is_held_to_what_engines_need(
     assert "Loads, by each engine's rules: vLLM yes, SGLang yes, transformers yes." in said
     assert "checks passed, 4 warnings," in said
     assert "manifest.present" in failed(verify(folder, level="quick")), "nothing to compare with"
-    assert verify(made("nvfp4")).loads == {"vLLM": True, "SGLang": True, "transformers": None}
+    assert verify(made("nvfp4")).loads == {"vLLM": True, "SGLang": True, "transformers": False}
+
+
+def test_a_format_that_one_engine_loads(
+    made: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made("nvfp4-fp8")
+    report = verify(folder)
+    assert report.ok
+    assert report.loads == {"vLLM": True, "SGLang": False, "transformers": False}
+    said = " ".join(" ".join(map(str, verify_blocks(report, verbose=False))).split())
+    assert "SGLang no (refuses Beam in ModelOpt MIXED_PRECISION), transformers no" in said
+    assert verify(folder, level="structure", engine="vllm").ok
+    for engine in ("sglang", "transformers"):
+        assert failed(verify(folder, level="structure", engine=engine)) == {f"engine.{engine}"}
+    with pytest.raises(SystemExit) as left:
+        app(["verify", str(folder), "--level", "structure", "--engine", "sglang"])
+    assert left.value.code == 1
+    assert "FAILED: 1 of" in capsys.readouterr().out
 
 
 def test_a_strangers_folder_that_one_engine_refuses(

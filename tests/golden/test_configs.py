@@ -11,16 +11,17 @@ from beamq.convert.quantize import quantize
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.layout import hf_quant_config, quantization_config
 from beamq.plan.plan import make_plan
-from beamq.plan.recipe import BUILT_IN
+from beamq.plan.recipe import BUILT_IN, load_recipe
 
-FP8 = [name for name in BUILT_IN if name.startswith("fp8")]
-NVFP4 = [name for name in BUILT_IN if name.startswith("nvfp4")]
+FP8 = [name for name in BUILT_IN if load_recipe(name).format == "fp8"]
+NVFP4 = [name for name in BUILT_IN if load_recipe(name).calibrated]
 
 
 def block_of(folder: Path, recipe: str, kv_cache: str = "none") -> dict[str, object]:
     with open_checkpoint(folder) as checkpoint:
         plan = make_plan(checkpoint, recipe, kv_cache=kv_cache)
-    return quantization_config(plan.recipe.format, list(plan.ignore), plan.recipe.kv_cache)
+    recipe = plan.recipe
+    return quantization_config(recipe.format, list(plan.ignore), recipe.kv_cache, plan.formats)
 
 
 @pytest.mark.parametrize("kv_cache", ["none", "fp8"])
@@ -99,6 +100,29 @@ def test_the_nvfp4_block_is_written_out_whole(beam_nano: Path, kv_cache: str) ->
     if kv_cache == "fp8":
         expected["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
     assert block_of(beam_nano, "nvfp4", kv_cache) == expected
+
+
+def test_the_mixed_block_is_written_out(beam_nano: Path) -> None:
+    """vLLM asks for the algorithm of `mlp.experts` and of each other linear by these names."""
+    block = block_of(beam_nano, "nvfp4-fp8")
+    fp8 = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    nvfp4 = {"quant_algo": "NVFP4", "group_size": 16}
+    linears = [
+        f"model.layers.{n}.self_attn.{part}_proj"
+        for n in range(8)
+        for part in ("q", "k", "v", "gate", "o")
+    ]
+    linears += [f"model.layers.{n}.mlp.{p}_proj" for n in range(3) for p in ("gate", "up", "down")]
+    experts = [f"model.layers.{n}.mlp.experts" for n in range(3, 8)]
+    assert block["quant_algo"] == "MIXED_PRECISION"
+    assert block["quantized_layers"] == {
+        **dict.fromkeys(linears, fp8),
+        **dict.fromkeys(experts, nvfp4),
+    }
+    assert block["ignore"] == [
+        "lm_head", "model.embed_tokens", *(f"model.layers.{n}.mlp.gate" for n in range(3, 8))
+    ]  # fmt: skip
+    assert hf_quant_config(block)["quantization"]["quantized_layers"] == block["quantized_layers"]
 
 
 IGNORED = {

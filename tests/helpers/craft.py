@@ -46,7 +46,7 @@ def recipe(fmt: str = "nvfp4", *roles: str, **options: object) -> Recipe:
 def convert(source: Path, output: Path, fmt: str = "nvfp4", **options: object) -> QuantizeResult:
     """Quantize every linear, NVFP4 with constant input scales."""
     chosen = options.pop("recipe", None) or recipe(fmt)
-    if isinstance(chosen, Recipe) and chosen.format == "nvfp4" and "calibration" not in options:
+    if isinstance(chosen, Recipe) and chosen.calibrated and "calibration" not in options:
         options.setdefault("no_calibration", True)
     return quantize(source, output, recipe=chosen, **options)  # type: ignore[arg-type]
 

@@ -30,7 +30,7 @@ from tests.helpers import safetensors_edit
 
 PLAN = {
     "--recipe -r", "--exclude", "--kv-cache", "--max-shard-size", "--max-host-memory",
-    "--cache-budget",
+    "--cache-budget", "--engine",
 }  # fmt: skip
 RUN = {"--max-shard-size", "--cache-budget", "--workers", "--resume", "--overwrite"}
 TALK = {"--json", "--verbose -v", "--quiet -q", "--debug"}
@@ -56,7 +56,10 @@ SURFACE = {
         | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"}
         | {"--activation-headroom"},
     ),
-    "verify": ("checkpoint", TALK | ADAPTER | {"--source", "--level", "--quick", "--workers"}),
+    "verify": (
+        "checkpoint",
+        TALK | ADAPTER | {"--source", "--level", "--engine", "--quick", "--workers"},
+    ),
     "compare": (
         "source checkpoints",
         TALK

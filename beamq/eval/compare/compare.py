@@ -39,7 +39,7 @@ from beamq.eval.compare.footprint import (
     layer_sizes,
     newly_fitting,
     stored_format,
-    stored_units,
+    stored_formats,
 )
 from beamq.eval.compare.options import CompareOptions
 from beamq.eval.compare.records import Candidate, ComparedModel, Comparison, judge, listed
@@ -300,7 +300,7 @@ def _candidate(
             )
         )
     findings = replace(findings, layers=tuple(layers))
-    limits = limits_for(other.manifest, *stored_units(other.checkpoint))
+    limits = limits_for(other.manifest, stored_formats(other.checkpoint))
     effects = adapter_effects(base.checkpoint, other.checkpoint, other.manifest)
     fits = newly_fitting(base.model.memory, other.model.memory)
     return Candidate(

@@ -15,7 +15,7 @@ the same parts. A file cannot loosen the bounds of a built-in name.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from beamq.beam.tensors import Role, classify
@@ -23,7 +23,7 @@ from beamq.errors import RecipeError
 from beamq.eval.compare.metrics import Divergence, Estimate, LayerError, RouteRecorder, TokenScores
 from beamq.eval.compare.weight_error import WeightError
 from beamq.io.manifest import Manifest
-from beamq.plan.layout import Unit
+from beamq.plan.layout import WEIGHT_FORMATS, Unit
 from beamq.plan.recipe import BUILT_IN, Bounds, load_recipe, parse_recipe
 
 
@@ -115,9 +115,9 @@ class Limits:
     bounds: Bounds
 
 
-def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit]) -> Limits:
-    """Bounds of a checkpoint whose `units` are stored in `fmt` (None: nothing is quantized)."""
-    if fmt is None:
+def limits_for(manifest: Manifest | None, formats: Mapping[Unit, str]) -> Limits:
+    """Bounds of a checkpoint whose units are stored in `formats` (none: nothing is quantized)."""
+    if not formats:
         return Limits(recipe=None, bounds=Bounds())
     named = None if manifest is None else manifest.recipe
     if named is not None:
@@ -130,10 +130,11 @@ def limits_for(manifest: Manifest | None, fmt: str | None, units: frozenset[Unit
             own = Bounds()
         if own != Bounds():
             return Limits(recipe=name, bounds=own)
-    roles = {role for _, role in units}
-    recipes = (load_recipe(name) for name in BUILT_IN)
-    covering = (each for each in recipes if each.format == fmt and roles <= each.rules.keys())
-    closest = min(covering, key=lambda recipe: len(recipe.rules))
+    stored = {(role, WEIGHT_FORMATS[fmt].rounding) for (_, role), fmt in formats.items()}
+    closest = max(
+        map(load_recipe, BUILT_IN),
+        key=lambda recipe: (len(stored & recipe.rules.items()), -len(recipe.rules)),
+    )
     return Limits(recipe=closest.name, bounds=closest.bounds)
 
 

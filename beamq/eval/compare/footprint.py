@@ -8,14 +8,14 @@ found by the dtypes of their tensors. `plan.serving` does the arithmetic of GPUs
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, is_scale, role_of
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.safetensors_header import CODE_DTYPES, ITEMSIZE, TensorSpec
-from beamq.plan.layout import Unit
+from beamq.plan.layout import SUFFIXES, Unit, scheme_of, stored_as
 from beamq.plan.serving import (
     COUNTS,
     GPUS,
@@ -27,7 +27,6 @@ from beamq.plan.serving import (
 )
 
 CONTEXTS = (32_768, 131_072, 1_048_576)
-_FORMATS = {"U8": "nvfp4", "F8_E4M3": "fp8"}
 _FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 
 
@@ -72,7 +71,7 @@ class Footprint:
 
 def footprint(checkpoint: Checkpoint, config: BeamConfig) -> Footprint:
     """Sizes of a checkpoint, and the machines that it fits."""
-    weights = model_weights(config, *stored_units(checkpoint))
+    weights = model_weights(config, stored_formats(checkpoint))
     block = checkpoint.config.get("quantization_config")
     kv_dtype = "fp8" if isinstance(block, dict) and block.get("kv_cache_scheme") else "bf16"
     itemsize = KV_ITEMSIZE[kv_dtype]
@@ -113,8 +112,8 @@ def smallest_each(machines: Sequence[Fitting]) -> list[Fitting]:
 
 
 def stored_format(tensors: Collection[TensorSpec]) -> str:
-    """`nvfp4`, `fp8`, `mixed` or `other` by the dtypes of quantized codes; without any, the
-    commonest dtype of the parameters (`bf16`, `fp16`, `fp32`, `fp64`)."""
+    """A key of `layout.SCHEMES`, `mixed` or `other` by the tensors of quantized linears; without
+    any, the commonest dtype of the parameters (`bf16`, `fp16`, `fp32`, `fp64`)."""
     parameters: Counter[str] = Counter()
     for spec in tensors:
         if not is_scale(spec.name):
@@ -122,25 +121,41 @@ def stored_format(tensors: Collection[TensorSpec]) -> str:
     codes = parameters.keys() & set(CODE_DTYPES)
     if not codes:
         return _FLOATS.get(max(parameters, key=parameters.__getitem__, default=""), "other")
-    if codes == {"U8"} and any(spec.name.endswith(".weight_scale_2") for spec in tensors):
-        return "nvfp4"
-    if codes == {"F8_E4M3"}:
-        return "fp8"
-    return "mixed" if codes == {"U8", "F8_E4M3"} else "other"
+    named = {spec.name: spec for spec in tensors}
+    held = [spec for spec in tensors if spec.dtype in CODE_DTYPES and not is_scale(spec.name)]
+    found = {_format(named, spec) or "other" for spec in held}
+    if "other" in found:
+        return "other"
+    return scheme_of(found) or ("fp8" if found == {"fp8-modelopt"} else "mixed")
 
 
-def stored_units(checkpoint: Checkpoint) -> tuple[str | None, frozenset[Unit]]:
-    """The format of most quantized units, and these units; None where nothing is quantized."""
-    units: dict[str, set[Unit]] = {fmt: set() for fmt in _FORMATS.values()}
+def _format(tensors: Mapping[str, TensorSpec], weight: TensorSpec) -> str | None:
+    """The format of the linear that `weight` holds the codes of; None if it is none of ours."""
+    module = weight.name.removesuffix(".weight")
+    parts = {
+        suffix: (spec.dtype, spec.shape)
+        for suffix in SUFFIXES
+        if (spec := tensors.get(f"{module}.{suffix}")) is not None
+    }
+    known = weight.dtype in ("U8", "F8_E4M3") and (
+        weight.dtype != "U8" or "weight_scale_2" in parts
+    )
+    return stored_as({"weight": (weight.dtype, weight.shape), **parts}) if known else None
+
+
+def stored_formats(checkpoint: Checkpoint) -> dict[Unit, str]:
+    """The format of each quantized unit: that of the first of its linears."""
+    formats: dict[Unit, str] = {}
     for spec in checkpoint.tensors.values():
-        fmt = _FORMATS.get(spec.dtype)
-        if fmt is None or is_scale(spec.name):
+        if spec.dtype not in CODE_DTYPES or is_scale(spec.name):
             continue
         role = role_of(spec.name)
-        if role.layer is not None and role.role in QUANTIZABLE:
-            units[fmt].add((role.layer, role.role))
-    fmt = max(units, key=lambda name: len(units[name]))
-    return (fmt, frozenset(units[fmt])) if units[fmt] else (None, frozenset())
+        unit = (role.layer or 0, role.role)
+        if role.layer is None or role.role not in QUANTIZABLE or unit in formats:
+            continue
+        if (fmt := _format(checkpoint.tensors, spec)) is not None:
+            formats[unit] = fmt
+    return formats
 
 
 def layer_sizes(checkpoint: Checkpoint) -> dict[int, tuple[int, int]]:

@@ -39,7 +39,7 @@ from beamq.calib.options import TextKeywords
 from beamq.devices import choose_device
 from beamq.errors import RecipeError, TensorError, UsageError, counted
 from beamq.eval.compare.compare import read_text
-from beamq.eval.compare.footprint import stored_units
+from beamq.eval.compare.footprint import stored_formats
 from beamq.eval.compare.metrics import CHUNK_ELEMENTS, Estimate, TokenScores, score_base
 from beamq.eval.compare.options import SensitivityOptions
 from beamq.eval.compare.side_by_side import StreamOptions, open_loaders, stream_options
@@ -51,7 +51,7 @@ from beamq.model.layer_stream import LayerStream, in_turns
 from beamq.model.loader import LayerLoader
 from beamq.model.logits import BATCH_TOKENS, embed
 from beamq.options import from_keywords, ignore, takes
-from beamq.plan.layout import Unit
+from beamq.plan.layout import Unit, scheme_of
 from beamq.plan.recipe import Recipe, parse_recipe
 from beamq.ranks import current_ranks
 from beamq.units import plain, short_repr
@@ -277,7 +277,8 @@ def sensitivity(
     with ExitStack() as stack:
         base = stack.enter_context(open_merged(source, from_keywords(AdapterOptions, keywords)))
         other = stack.enter_context(open_checkpoint(checkpoint))
-        fmt, units = stored_units(other)
+        formats = stored_formats(other)
+        units = frozenset(formats)
         if not units:
             raise TensorError(
                 f"{other.label}: nothing in it is quantized; expected an NVFP4 or FP8 Beam made"
@@ -296,7 +297,7 @@ def sensitivity(
         return Sensitivity(
             source=base.label,
             checkpoint=other.label,
-            format=str(fmt),
+            format=scheme_of(set(formats.values())) or "mixed",
             recipe=None if manifest is None else manifest.recipe,
             parts=tuple(_part_loss(unit, scores[unit], nbytes) for unit in sorted(nbytes[1])),
             mean_kld=scores[None].result().mean_kld,

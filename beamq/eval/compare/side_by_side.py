@@ -35,7 +35,7 @@ from beamq.beam.config import BeamConfig
 from beamq.calib.options import DTYPES
 from beamq.errors import BeamqError, ConfigError, EnvironmentFault, UsageError
 from beamq.eval.compare.findings import Findings, Gathered, of_all_ranks
-from beamq.eval.compare.footprint import stored_units
+from beamq.eval.compare.footprint import stored_formats
 from beamq.eval.compare.metrics import (
     CHUNK_ELEMENTS,
     RouteRecorder,
@@ -321,8 +321,8 @@ class _SideBySide:
     def _floor(self, loader: LayerLoader, options: StreamOptions) -> LayerPass | None:
         """A pass of the source with the candidate's activations, if it quantizes any."""
         exact = isinstance(options.gemm, ReferenceGemm) and not options.gemm.quantize_activations
-        source, candidate = (stored_units(each.checkpoint) for each in (self._loaders[0], loader))
-        if exact or source[1] or not candidate[1]:
+        source, candidate = (stored_formats(each.checkpoint) for each in (self._loaders[0], loader))
+        if exact or source or not candidate:
             return None
         return self._pass(self._streams[0], ActivationsOnlyGemm())
 

@@ -32,7 +32,7 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.io.companions import companion_files, restored_name
 from beamq.io.manifest import file_checksum
 from beamq.io.safetensors_header import TensorSpec
-from beamq.plan.layout import quantized_tensors
+from beamq.plan.layout import SUFFIXES, quantized_tensors, stored_as
 from beamq.plan.sources import SourceRange, map_sources, whole_range
 
 BF16_BYTES = 2
@@ -67,7 +67,12 @@ class DecodedCheckpoint:
             return spec
         if f"{module}.weight_scale" not in self.checkpoint.tensors:
             return spec
-        fmt = NVFP4 if spec.dtype == "U8" else FP8
+        parts = {
+            suffix: (part.dtype, part.shape)
+            for suffix in SUFFIXES
+            if (part := self.checkpoint.tensors.get(f"{module}.{suffix}")) is not None
+        }
+        fmt = stored_as(parts) or FP8
         n, k = spec.shape[0], spec.shape[1] * (2 if fmt == NVFP4 else 1)
         for name, dtype, shape in quantized_tensors(module, fmt, n, k):
             if name.endswith(".input_scale"):
@@ -99,7 +104,7 @@ class DecodedCheckpoint:
         k, module, checkpoint = spec.shape[1], spec.name.removesuffix(".weight"), self.checkpoint
         codes = read_rows(checkpoint, checkpoint.spec(f"{module}.weight"), first, rows)
         scales = read_rows(checkpoint, checkpoint.spec(f"{module}.weight_scale"), first, rows)
-        if fmt == FP8:
+        if fmt != NVFP4:
             cpu.fp8_dequantize_rows(codes, scales, k, out, "BF16")
             return
         name = f"{module}.weight_scale_2"

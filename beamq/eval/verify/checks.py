@@ -47,7 +47,7 @@ _STRUCTURE = {
     ),
     "manifest.present": ("tensors", "beamq.json lists these shards and tensors with checksums"),
     "config.model": ("configs", "config.json describes a Beam, and no key asks for anything else"),
-    "config.declared": ("formats", "the config declares one format, and all engines load it"),
+    "config.declared": ("formats", "the config declares a format that an engine loads"),
     "config.fields": ("files", "every field of the config has the value that the engines require"),
     "config.ignore": ("modules", "the ignore list names every linear kept in high precision"),
     "config.agreement": ("files", "config.json and hf_quant_config.json say the same"),
@@ -67,7 +67,7 @@ _STRUCTURE = {
     "engine.vllm": ("modules", "vLLM builds as quantized exactly what is stored quantized"),
     "engine.vllm-wide": ("modules", "vLLM builds the same with more parallel ranks than KV heads"),
     "engine.sglang": ("modules", "SGLang builds as quantized exactly what is stored quantized"),
-    "engine.transformers": ("modules", "transformers builds the same (it can load FP8 only)"),
+    "engine.transformers": ("modules", "transformers builds the same, if it can load the format"),
 }
 _TENSORS = {
     "checksums.tensors": ("tensors", "the bytes of every tensor match its checksum in beamq.json"),
@@ -162,6 +162,7 @@ class VerifyReport:
     bytes_read: int
     seconds: float
     stopped: tuple[str, ...] = ()  # engines that stop at the name of a tensor
+    refused: tuple[str, ...] = ()  # engines that load no folder of this format
 
     @property
     def ok(self) -> bool:
@@ -178,9 +179,10 @@ class VerifyReport:
             return dict.fromkeys(ENGINES)
         sound = all(self.check(name).status != "fail" for name in _LOADING)
         states = {engine: self.check(name).status for engine, name in ENGINES.items()}
+        known = {engine for engine, status in states.items() if status != "skip"}
         return {
-            engine: sound and status != "fail" and engine not in self.stopped
-            if status != "skip" or self.plain or not sound
+            engine: sound and status != "fail" and not {engine} & {*self.stopped, *self.refused}
+            if engine in {*known, *self.refused} or self.plain or not sound
             else None
             for engine, status in states.items()
         }
@@ -258,14 +260,15 @@ def _left_out(needs: Level, level: str, with_source: bool) -> str:
 class Ledger:
     """Collects findings: `states` has one for each check. Not thread safe: one thread writes.
 
-    `strangers`: beamq did not make the folder, so that soft faults are warnings. `stopped`: see
-    `VerifyReport`.
+    `strangers`: beamq did not make the folder, so that soft faults are warnings. `stopped` and
+    `refused`: see `VerifyReport`.
     """
 
     def __init__(self) -> None:
         self.states = {name: CheckState(unit=check.unit) for name, check in CHECKS.items()}
         self.strangers = False
         self.stopped: set[str] = set()
+        self.refused: set[str] = set()
 
     def examined(self, name: str, count: int = 1, unit: str | None = None) -> None:
         """`count` more things were examined; they pass unless a fault follows."""

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from beamq.eval.verify.checks import FP8, NEEDS_QUANTIZED, NVFP4, Ledger
+from beamq.errors import shown_value
+from beamq.eval.verify.checks import ENGINES, FP8, NEEDS_QUANTIZED, NVFP4, Ledger
 from beamq.eval.verify.engine_rules import (
     FP8_ACTIVATIONS,
     FP8_WEIGHTS,
-    TRANSFORMERS,
+    WEIGHT_ONLY,
     Block,
     EngineRefusal,
     equal_or_regex,
@@ -25,7 +26,7 @@ from beamq.eval.verify.engine_rules import (
 )
 from beamq.eval.verify.engine_views import mismatches, simulate
 from beamq.eval.verify.folder import HF_QUANT_NAME, Folder
-from beamq.plan.layout import NVFP4_BLOCK
+from beamq.plan.layout import ALGOS, NVFP4_BLOCK, SCHEMES
 
 UNDECLARED = "undeclared"
 PLAIN = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by config.json's dtype
@@ -36,7 +37,8 @@ _KV_CACHE = {"num_bits": 8, "type": "float", "dynamic": False}
 
 
 def declared_format(folder: Folder, ledger: Ledger) -> str:
-    """`nvfp4` or `fp8` as the config files say; `bf16`, `fp16` or `fp32` if nothing is quantized.
+    """A key of `layout.SCHEMES` as the config files say; `bf16`, `fp16` or `fp32` if nothing is
+    quantized.
 
     `undeclared`, with a fault, otherwise.
     """
@@ -55,15 +57,17 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
             )
     else:
         method = str(block.get("quant_method", "")).lower()
-        if method in ("modelopt", "modelopt_fp4") and block.get("quant_algo") == "NVFP4":
-            return NVFP4
-        if method == "compressed-tensors" and block.get("format") == "float-quantized":
-            return FP8
+        said = (
+            method.replace("modelopt_fp4", "modelopt"),
+            block.get("quant_algo", block.get("format")),
+        )
+        declared = {(each.method, each.what): name for name, each in SCHEMES.items()}
+        if said in declared:
+            return declared[said]
         known = {"compressed-tensors": FP8, "modelopt": NVFP4, "modelopt_fp4": NVFP4}
         fmt = known.get(method, UNDECLARED)
-        what = block.get("quant_algo") or block.get("format")
         problem = (
-            f"quant_method is {method!r} with {what!r}; all engines load only ModelOpt NVFP4 and"
+            f"quant_method is {method!r} with {said[1]!r}; all engines load only ModelOpt NVFP4 and"
             " compressed-tensors float-quantized"
         )
     ledger.fault("config.declared", "config.json", problem)
@@ -84,10 +88,10 @@ def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
         ledger.fault("config.dtype", "dtype", f"is {dtype!r}, expected one of {', '.join(PLAIN)}")
     if fmt == UNDECLARED:
         ledger.skip("no format is declared", "config.fields", "config.agreement", "config.schema")
-    if fmt not in (NVFP4, FP8):
+    if fmt not in SCHEMES:
         return
     block = folder.block or {}
-    files = 2 if fmt == NVFP4 else 1
+    files = 2 if SCHEMES[fmt].modelopt else 1
     ledger.examined("config.fields", files)
     ledger.examined("config.agreement", files)
     ignore = block.get("ignore")
@@ -95,17 +99,19 @@ def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
         ledger.fault("config.fields", "quantization_config.ignore", "must be a list of names")
     if block.get("kv_cache_scheme") is not None:
         _compare(block["kv_cache_scheme"], _KV_CACHE, "kv_cache_scheme", ledger)
-    if fmt == NVFP4:
-        _check_nvfp4(folder, block, ledger)
+    if SCHEMES[fmt].modelopt:
+        _check_modelopt(folder, fmt, block, ledger)
     else:
         _check_fp8(folder, block, ledger)
 
 
-def _check_nvfp4(folder: Folder, block: Block, ledger: Ledger) -> None:
+def _check_modelopt(folder: Folder, scheme: str, block: Block, ledger: Ledger) -> None:
     ledger.skip("ModelOpt has no schema class; config.fields covers it", "config.schema")
     block_size = block.get("group_size", NVFP4_BLOCK)
     ledger.expect("config.fields", "group_size", block_size, NVFP4_BLOCK)
-    if block.get("config_groups") is not None:
+    if scheme != NVFP4:
+        _check_layers(block, ledger)
+    elif block.get("config_groups") is not None:
         for name, group in _groups(block, _FOUR_BITS, _FOUR_BITS, ledger):
             ledger.expect("config.fields", f"{name}.targets", group.get("targets"), ["Linear"])
     hf = folder.hf_quant_config
@@ -126,6 +132,20 @@ def _check_nvfp4(folder: Folder, block: Block, ledger: Ledger) -> None:
             reason = f"quantization.{key} is missing"
             ledger.fault("config.fields", HF_QUANT_NAME, reason, soft=True)
     _check_agreement(block, nested, ledger)
+
+
+def _check_layers(block: Block, ledger: Ledger) -> None:
+    """What a mixed checkpoint says of each layer; `engine.vllm` compares it with what is stored."""
+    layers = block.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        reason = "is missing, and vLLM takes each layer's algorithm from it"
+        ledger.fault("config.fields", "quantized_layers", reason)
+        return
+    for name, each in layers.items():
+        if each not in ALGOS.values():
+            expected = " or ".join(str(algo) for algo in ALGOS.values())
+            reason = f"is {shown_value(each)}, expected {expected}"
+            ledger.fault("config.fields", f"quantized_layers.{str(name)[:80]}", reason)
 
 
 def _groups(
@@ -154,10 +174,11 @@ def _check_agreement(block: Block, nested: Block, ledger: Ledger) -> None:
         "quant_algo": block.get("quant_algo"),
         "group_size": NVFP4_BLOCK,
         "kv_cache_quant_algo": "FP8" if block.get("kv_cache_scheme") else None,
+        "quantized_layers": block.get("quantized_layers"),
     }
     for key, ours in wanted.items():
         if ours != (theirs := nested.get(key)):
-            reason = f"config.json says {ours!r}, {HF_QUANT_NAME} {theirs!r}"
+            reason = f"config.json says {shown_value(ours)}, {HF_QUANT_NAME} {shown_value(theirs)}"
             ledger.fault("config.agreement", key, reason)
     ignored, excluded = (
         set(map(str, entries)) if isinstance(entries, list) else set()
@@ -222,7 +243,7 @@ def _changed(ours: Any, theirs: Any, path: str) -> list[tuple[str, Any, Any]]:
 
 
 def check_ignore_covers(
-    folder: Folder, fmt: str, stored: Mapping[str, bool], ledger: Ledger
+    folder: Folder, fmt: str, stored: Mapping[str, str], ledger: Ledger
 ) -> None:
     """Every unquantized linear, router and head must be listed, for readers that use only the
     list; vLLM and SGLang would leave routers alone without an entry."""
@@ -232,10 +253,10 @@ def check_ignore_covers(
         return
     exact = {entry for entry in entries if isinstance(entry, str)}
     patterns = [entry for entry in exact if entry.startswith("re:") or set(entry) & set("*?[")]
-    routers = {f"model.layers.{i}.mlp.gate": False for i in folder.beam.sparse_layers}
+    routers = {f"model.layers.{i}.mlp.gate": "" for i in folder.beam.sparse_layers}
     for module, quantized in {**stored, **routers}.items():
-        if quantized or (module == "model.embed_tokens" and fmt == FP8):
-            continue  # FP8's targets name Linear, which embeddings are not
+        if quantized or (module == "model.embed_tokens" and not SCHEMES[fmt].modelopt):
+            continue  # compressed-tensors' targets name Linear, which embeddings are not
         ledger.examined("config.ignore")
         if module not in exact and not any(_matches(pattern, module) for pattern in patterns):
             ledger.fault("config.ignore", module, "is stored unquantized, but is not listed")
@@ -251,13 +272,24 @@ def _matches(pattern: str, module: str) -> bool:
         return False  # the engine checks report it
 
 
-def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) -> None:
-    """Compare what each engine would build as quantized with what has scales."""
-    views = simulate(folder.block, folder.hf_quant_config, folder.beam)
-    if TRANSFORMERS not in (view.engine for view in views):
-        ledger.skip("no loader for ModelOpt NVFP4", f"engine.{TRANSFORMERS}")
-    for view in views:
+def check_engines(
+    folder: Folder, scheme: str, stored: Mapping[str, str], asked: str | None, ledger: Ledger
+) -> None:
+    """Compare what each engine would build as quantized with what has scales.
+
+    That an engine refuses every folder of the scheme is a fault only where it was `asked` for.
+    """
+    refusals = SCHEMES[scheme].refusals if scheme in SCHEMES else {}
+    for engine, why in refusals.items():
+        ledger.refused.add(engine)
+        if engine.lower() == asked:
+            ledger.fault(ENGINES[engine], "config.json", f"{engine}: {why}")
+        else:
+            ledger.skip(why, ENGINES[engine])
+    for view in simulate(folder.block, folder.hf_quant_config, folder.beam):
         name = f"engine.{view.engine}"
+        if name in {ENGINES[engine] for engine in refusals}:
+            continue
         ledger.examined(name, len(view.sites))
         for fault in view.faults:
             reason = str(fault).removeprefix("unknown: ")
@@ -265,9 +297,8 @@ def check_engines(folder: Folder, stored: Mapping[str, bool], ledger: Ledger) ->
                 ledger.skip(reason, name)
             else:
                 ledger.fault(name, fault.where, reason)
-        if view.scheme == "nvfp4-weight-only":
+        if view.scheme == f"nvfp4{WEIGHT_ONLY}":
             ledger.fault(name, "config_groups", "would be served weight-only (W4A16), not W4A4")
         for mismatch in mismatches(view, stored):
-            built = "quantized" if mismatch.built else "unquantized"
-            reason = f"built {built}, stored {mismatch.stored}: {mismatch.effect}"
+            reason = f"built {mismatch.built}, stored {mismatch.stored}: {mismatch.effect}"
             ledger.fault(name, mismatch.prefix, reason)

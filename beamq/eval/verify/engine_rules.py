@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from beamq.patterns import slow_part
 
@@ -27,6 +27,7 @@ Block = Mapping[str, Any]  # an object of a config file
 Fused = Mapping[str, tuple[str, ...]]
 """Last component of a fused module's name -> those of the linears that it fuses."""
 
+WEIGHT_ONLY = "-weight-only"
 VLLM = "vllm"
 VLLM_WIDE = "vllm-wide"  # more tensor-parallel ranks than KV heads: the gate is not fused then
 SGLANG = "sglang"
@@ -179,8 +180,17 @@ def ct_targets(prefix: str, class_name: str, targets: Sequence[str], fused: Fuse
 # but exactly "NVFP4".
 
 
-def modelopt_terms(engine: str, block: Block | None, hf: Block | None) -> tuple[str, list[str]]:
-    """(scheme, ignore list) as `engine` reads them from the content of both files."""
+class ModelOptTerms(NamedTuple):
+    """What an engine reads from the two files: `layers` are names with their `quant_algo`, where
+    that differs from layer to layer."""
+
+    scheme: str
+    ignore: list[str]
+    layers: dict[str, str]
+
+
+def modelopt_terms(engine: str, block: Block | None, hf: Block | None) -> ModelOptTerms:
+    """The terms as `engine` reads them from the content of both files."""
     nested = (hf or {}).get("quantization")
     keys: tuple[str, ...] = ("exclude_modules",)
     if block:
@@ -191,6 +201,8 @@ def modelopt_terms(engine: str, block: Block | None, hf: Block | None) -> tuple[
         keys = ("ignore", "exclude_modules")
         if engine == SGLANG:
             keys = ("ignore", "modules_to_not_convert", "exclude_modules")
+        elif _is_mixed(block) and "quantized_layers" not in block and isinstance(nested, Mapping):
+            source, keys = nested, ("exclude_modules",)  # vLLM falls back to the older file
     elif isinstance(nested, Mapping):
         if engine == SGLANG:
             raise EngineRefusal(
@@ -206,7 +218,51 @@ def modelopt_terms(engine: str, block: Block | None, hf: Block | None) -> tuple[
     else:
         raise EngineRefusal("none", "no quantization_config and no hf_quant_config.json")
     entries = names(next((source[key] for key in keys if key in source), []))
-    return _modelopt_scheme(engine, source), entries
+    scheme = _modelopt_scheme(engine, source)
+    return ModelOptTerms(scheme, entries, _layers(source) if _is_mixed(source) else {})
+
+
+MIXED = "MIXED_PRECISION"
+
+
+def _is_mixed(source: Block) -> bool:
+    return str(source.get("quant_algo")).upper() == MIXED
+
+
+def _layers(source: Block) -> dict[str, str]:
+    """`quantized_layers`: each name's algorithm in capitals. Raises `EngineRefusal`."""
+    layers = source.get("quantized_layers")
+    if not isinstance(layers, Mapping) or not layers:
+        raise EngineRefusal("ValueError", f"{MIXED} needs quantized_layers")
+    if not all(
+        isinstance(each, Mapping) and isinstance(each.get("quant_algo"), str)
+        for each in layers.values()
+    ):
+        raise EngineRefusal("AttributeError", "quantized_layers holds an entry without quant_algo")
+    return {str(name): each["quant_algo"].upper() for name, each in layers.items()}
+
+
+def vllm_layers_renamed(layers: Mapping[str, str]) -> dict[str, str]:
+    """vLLM renames the attention gate in `quantized_layers` too."""
+    return {name.replace(*_RENAMED, 1): algo for name, algo in layers.items()}
+
+
+def vllm_algo_of(prefix: str, layers: Mapping[str, str], fused: Fused) -> str | None:
+    """The algorithm of a module in a mixed checkpoint, or None: its own name, else those of the
+    linears that it fuses, else any name below it (or, for experts, beside it)."""
+    if prefix in layers:
+        return layers[prefix]
+    found = {layers[name] for name in _unfused(prefix, fused) if name in layers}
+    if len(found) > 1:
+        raise EngineRefusal("ValueError", f"{prefix} fuses {' and '.join(sorted(found))}")
+    if found:
+        return found.pop()
+    stems = [f"{prefix}."]
+    if prefix.endswith(".experts"):
+        stems.append(prefix.removesuffix("experts"))
+    return next(
+        (algo for stem in stems for name, algo in layers.items() if name.startswith(stem)), None
+    )
 
 
 def names(entries: Any) -> list[str]:
@@ -229,6 +285,8 @@ def _modelopt_scheme(engine: str, source: Block) -> str:
         if algo != "NVFP4":
             raise EngineRefusal("NotImplementedError", f"Beam refuses quant_algo {algo!r}")
         return "nvfp4"
+    if str(algo).upper() == MIXED:
+        return "nvfp4-fp8"
     if str(algo).upper() != "NVFP4":
         raise EngineRefusal("unknown", f"quant_algo {algo!r} is not simulated")
     groups = source.get("config_groups")
@@ -238,7 +296,7 @@ def _modelopt_scheme(engine: str, source: Block) -> str:
         isinstance(each, Mapping) and each.get("input_activations") is None
         for each in groups.values()
     )
-    return "nvfp4-weight-only" if weight_only else "nvfp4"
+    return f"nvfp4{WEIGHT_ONLY}" if weight_only else "nvfp4"
 
 
 def ct_targets_of(engine: str, block: Block) -> list[str]:

@@ -8,8 +8,9 @@ The one idea: a checkpoint loads only if exactly those modules have scales that 
 quantized. Each engine has its own module names: vLLM fuses q, k, v and the output gate (with more
 ranks than KV heads only q, k and v), SGLang fuses q, k and v, transformers fuses nothing.
 
-Simulated: ModelOpt NVFP4 and compressed-tensors per-channel FP8 as vLLM 0.33.0, SGLang 0.5.23
-and transformers 5.24 (FP8 only) read them. Other methods are refused by name, not guessed at.
+Simulated: ModelOpt NVFP4, ModelOpt MIXED_PRECISION (NVFP4 and FP8 rows) and compressed-tensors
+per-channel FP8 as vLLM 0.33.0, SGLang 0.5.23 and transformers 5.24 (FP8 only) read them. Other
+methods are refused by name, not guessed at.
 No engine is imported. Numerics, kernels and hardware are out of scope.
 """
 
@@ -24,6 +25,7 @@ from beamq.eval.verify.engine_rules import (
     TRANSFORMERS,
     VLLM,
     VLLM_WIDE,
+    WEIGHT_ONLY,
     Block,
     EngineRefusal,
     Fused,
@@ -34,11 +36,14 @@ from beamq.eval.verify.engine_rules import (
     names,
     sglang_ct_ignores,
     sglang_excludes,
+    vllm_algo_of,
     vllm_ct_ignores,
     vllm_ct_renamed,
     vllm_excludes,
+    vllm_layers_renamed,
     vllm_renamed,
 )
+from beamq.plan.layout import SCHEMES, WEIGHT_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +112,34 @@ def _linears(prefix: str, modules: _Modules) -> Iterator[Site]:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """What one engine makes of the config: whether it builds the module of each prefix quantized.
+    """What one engine makes of the config: by which rounding (`layout.WeightFormat`) it builds the
+    module of each prefix quantized; "" stands for high precision.
 
     `scheme` is None where it refuses the whole config.
     """
 
     engine: str
     scheme: str | None
-    quantized: Mapping[str, bool] = field(default_factory=dict)
+    quantized: Mapping[str, str] = field(default_factory=dict)
     faults: tuple[EngineRefusal, ...] = ()
     sites: tuple[Site, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A site whose stored form is not the one that the engine would build."""
+    """A site whose stored form is not the one that the engine would build.
+
+    `built` and `stored` are "quantized", "unquantized", or what it is quantized to where both are;
+    `stored` may be "mixed".
+    """
 
     prefix: str
-    built: bool
-    stored: str  # "quantized", "unquantized" or "mixed"
+    built: str
+    stored: str
     effect: str
 
 
+_WORDS = {"": "unquantized", "mixed": "mixed"}
 _EFFECTS = {
     VLLM: "ValueError: no parameter for the scale tensors",
     VLLM_WIDE: "ValueError: no parameter for the scale tensors",
@@ -137,8 +148,9 @@ _EFFECTS = {
 }
 
 
-def mismatches(view: EngineView, stored: Mapping[str, bool]) -> list[Mismatch]:
-    """Every site that is not stored as `view` builds it; `stored` maps modules to quantized."""
+def mismatches(view: EngineView, stored: Mapping[str, str]) -> list[Mismatch]:
+    """Every site that is not stored as `view` builds it; `stored` maps modules to their rounding,
+    "" where they are not quantized."""
     found: list[Mismatch] = []
     for site in view.sites:
         built = view.quantized.get(site.prefix)
@@ -148,13 +160,16 @@ def mismatches(view: EngineView, stored: Mapping[str, bool]) -> list[Mismatch]:
         effect = _EFFECTS[view.engine]
         if built:
             effect = "shape or dtype error while loading, or weights without scales"
-        word = "mixed" if len(kinds) > 1 else ("quantized" if True in kinds else "unquantized")
-        found.append(Mismatch(site.prefix, built, word, effect))
+        held = "mixed" if len(kinds) > 1 else kinds.pop()
+        both = bool(built and held) and held != "mixed"
+        words = (each if both else _WORDS.get(each, "quantized") for each in (built, held))
+        found.append(Mismatch(site.prefix, next(words), next(words), effect))
     return found
 
 
-_Decision = Callable[[Site], bool]
-"""Whether a site is built quantized; raises `EngineRefusal` where the engine would."""
+_Decision = Callable[[Site], str | bool]
+"""Whether a site is built quantized, or by which rounding in a scheme of several; raises
+`EngineRefusal` where the engine would."""
 
 
 def simulate(
@@ -180,13 +195,15 @@ def simulate(
 def _view(engine: str, scheme: str, config: BeamConfig, decide: _Decision) -> EngineView:
     """Ask `decide` about every site, and collect what it raises."""
     asked = tuple(sites(engine, config))
-    quantized: dict[str, bool] = {}
+    quantized: dict[str, str] = {}
+    own = WEIGHT_FORMATS[SCHEMES[scheme.removesuffix(WEIGHT_ONLY)].formats[0]].rounding
     faults: list[EngineRefusal] = []
     if config.tie_word_embeddings and engine in (VLLM, VLLM_WIDE):
         faults.append(EngineRefusal("NotImplementedError", "tied embeddings are refused"))
     for site in asked:
         try:
-            quantized[site.prefix] = decide(site)
+            built = decide(site)
+            quantized[site.prefix] = built if isinstance(built, str) else own * built
         except EngineRefusal as refusal:
             refusal.where = site.prefix
             faults.append(refusal)
@@ -194,17 +211,33 @@ def _view(engine: str, scheme: str, config: BeamConfig, decide: _Decision) -> En
 
 
 def _modelopt(engine: str, block: Block | None, hf: Block | None) -> tuple[str, _Decision]:
-    scheme, entries = modelopt_terms(engine, block, hf)
-    renamed = vllm_renamed(entries)
+    scheme, entries, layers = modelopt_terms(engine, block, hf)
+    renamed, layers = vllm_renamed(entries), vllm_layers_renamed(layers)
 
-    def decide(site: Site) -> bool:
+    def decide(site: Site) -> str | bool:
         if engine == SGLANG:
             linear = site.kind != "experts"
             return not sglang_excludes(site.prefix, entries, _FUSED_LINEARS, linear=linear)
         # vLLM's ModelOpt classes have no embedding method: embeddings stay as stored.
-        return site.kind != "embedding" and not vllm_excludes(site.prefix, renamed, _VLLM_FUSED)
+        if site.kind == "embedding" or vllm_excludes(site.prefix, renamed, _VLLM_FUSED):
+            return False
+        return _mixed(site, layers) if scheme == "nvfp4-fp8" else True
 
     return scheme, decide
+
+
+_ROUNDINGS = {"NVFP4": "nvfp4", "FP8_PER_CHANNEL_PER_TOKEN": "fp8"}
+
+
+def _mixed(site: Site, layers: Mapping[str, str]) -> str:
+    """The rounding of a site in a mixed checkpoint; "" for a linear that vLLM would not quantize,
+    because no name or an unknown algorithm belongs to it."""
+    algo = vllm_algo_of(site.prefix, layers, _VLLM_FUSED)
+    if site.kind == "experts" and algo == "FP8_PER_CHANNEL_PER_TOKEN":
+        return ""  # it has no method for experts, and leaves them in high precision
+    if algo is not None and algo not in _ROUNDINGS:
+        raise EngineRefusal("unknown", f"quant_algo {algo!r} is not simulated")
+    return "" if algo is None else _ROUNDINGS[algo]
 
 
 def _compressed_tensors(engine: str, block: Block) -> _Decision:

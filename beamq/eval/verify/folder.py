@@ -55,13 +55,13 @@ from beamq.io.source import (
     SourceFiles,
     safe_file_name,
 )
-from beamq.plan.layout import quantized_tensors
+from beamq.plan.layout import SCHEMES, SUFFIXES, WEIGHT_FORMATS, Outputs, stored_as
 from beamq.plan.sources import is_quantized, packed_part
 
 HF_QUANT_NAME = "hf_quant_config.json"
 ARCHITECTURE = "BeamForCausalLM"
 WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|ckpt|h5|msgpack|partial)")
-SCALE_SUFFIXES = ("weight_scale", "weight_scale_2", "input_scale")
+SCALE_SUFFIXES = SUFFIXES[1:]
 SMALLEST_NORMAL = 2.0**-126
 LARGEST_GLOBAL = 2.0**117  # above it, the product of a code and both scales overflows FP32
 _FLOATS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # stored dtype by format of the folder
@@ -364,9 +364,18 @@ class Linear:
     @property
     def format(self) -> str:
         """The format of the stored tensors, whatever the config says."""
-        weight = self.parts.get("weight")
-        codes = weight is not None and weight.dtype == "U8"
-        return NVFP4 if codes or "weight_scale_2" in self.parts else FP8
+        found = stored_as({suffix: (s.dtype, s.shape) for suffix, s in self.parts.items()})
+        return found or FP8
+
+    def wanted(self, scheme: str) -> Outputs:
+        """The tensors that it must have in a folder of a scheme ("": whatever is declared).
+
+        Its own format decides which of the scheme's it is in.
+        """
+        own, fmt = WEIGHT_FORMATS[self.format].rounding, self.format
+        if scheme in SCHEMES:
+            fmt = SCHEMES[scheme].roundings.get(own, SCHEMES[scheme].formats[0])
+        return WEIGHT_FORMATS[fmt].tensors(self.module, *self.shape)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -377,16 +386,22 @@ class Inventory:
     high_precision: list[tuple[TensorRole, TensorSpec]] = field(default_factory=list)
     unknown: list[TensorSpec] = field(default_factory=list)
 
-    def stored(self) -> dict[str, bool]:
-        """Module -> quantized, for every module of which something is stored."""
-        stored = {linear.module: linear.quantized for linear in self.linears if linear.parts}
+    def stored(self) -> dict[str, str]:
+        """Module -> rounding of its format, "" if it is not quantized, for every module of which
+        something is stored."""
+        stored = {
+            linear.module: WEIGHT_FORMATS[linear.format].rounding if linear.quantized else ""
+            for linear in self.linears
+            if linear.parts
+        }
         for role, spec in self.high_precision:
             if role.role in (Role.HEAD, Role.EMBEDDING):
-                stored[role.module] = spec.dtype in CODE_DTYPES
+                codes = {"U8": NVFP4}.get(spec.dtype, FP8)
+                stored[role.module] = codes if spec.dtype in CODE_DTYPES else ""
         for spec in self.unknown:
             module, _, suffix = spec.name.rpartition(".")
             if suffix in SCALE_SUFFIXES and module in stored:
-                stored[module] = True
+                stored[module] = stored[module] or FP8
         return stored
 
 
@@ -444,17 +459,15 @@ class Sorter:
         """Collect one linear's tensors, and check them against its format."""
         parts = {
             suffix: self._left[name]
-            for suffix in ("weight", *SCALE_SUFFIXES)
+            for suffix in SUFFIXES
             if (name := f"{role.module}.{suffix}") in self._left
         }
         linear = Linear(role=role, shape=shape, parts=parts)
         wanted: tuple[tuple[str, str, tuple[int, ...]], ...] = ((role.name, self._float, shape),)
         need = ""
         if linear.quantized:
-            # Without a declaration, the format is that of the tensors themselves.
-            fmt = self._format if self._format in (NVFP4, FP8) else linear.format
-            wanted = quantized_tensors(role.module, fmt, *shape)
-            need = f"; {fmt} needs it"
+            wanted = linear.wanted(self._format)
+            need = f"; {self._format if self._format in SCHEMES else linear.format} needs it"
             self._ledger.examined("tensors.present", len(wanted) - 1)
         for name, dtype, part_shape in wanted:
             spec = self._left.pop(name, None)

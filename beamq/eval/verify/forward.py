@@ -24,7 +24,7 @@ from beamq.calib.data import load_calibration_data
 from beamq.devices import choose_device
 from beamq.errors import BeamqError
 from beamq.eval.compare.findings import Findings, Limits, breaches, limits_for, parting_layer
-from beamq.eval.compare.footprint import stored_units
+from beamq.eval.compare.footprint import stored_formats
 from beamq.eval.compare.side_by_side import StreamOptions, run_side_by_side
 from beamq.eval.verify.checks import CHECKS, Ledger
 from beamq.io.checkpoint import Checkpoint
@@ -70,7 +70,7 @@ def check_forward(
         names = [name for name, check in CHECKS.items() if check.level == "forward"]
         ledger.skip("the model does not run; see forward.runs", *names)
         return
-    _record(findings, limits_for(manifest, *stored_units(opened)), ledger)
+    _record(findings, limits_for(manifest, stored_formats(opened)), ledger)
 
 
 def _set_up(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOptions]:

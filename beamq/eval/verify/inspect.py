@@ -30,6 +30,7 @@ from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, LocalFiles, SourceFiles
 from beamq.options import takes
 from beamq.plan.content import REMEDY, zero_faults
+from beamq.plan.layout import SCHEMES
 from beamq.plan.sources import missing_tensors, packed_part
 from beamq.units import short_repr
 
@@ -201,13 +202,12 @@ def _file_notes(
 
 def _claim_notes(form: str, declared: str | None, *, made_by_beamq: bool) -> Iterator[str]:
     """Where config or manifest and the tensors contradict each other."""
-    quantized = form in ("nvfp4", "fp8", "mixed", "other")
+    quantized = form in (*SCHEMES, "mixed", "other")
     if declared and not quantized:
         yield f"config claims {declared}, but no tensor is quantized"
     if quantized and not declared:
         yield f"tensors are {form}, but no config says so: loaders will misread them"
-    words = {"nvfp4": "NVFP4", "fp8": "float-quantized"}
-    if declared and form in words and words[form].lower() not in declared.lower():
+    if declared and form in SCHEMES and SCHEMES[form].what.lower() not in declared.lower():
         yield f"tensors are {form}, config claims {declared}"
     if quantized and not made_by_beamq:
         yield f"no {MANIFEST_NAME}: not made by beamq, or unfinished"

@@ -22,6 +22,7 @@ from beamq.eval.verify.checks import NVFP4, Ledger
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
+from beamq.plan.layout import WEIGHT_FORMATS
 
 if TYPE_CHECKING:
     import torch
@@ -48,59 +49,54 @@ def choose_sample(linears: Sequence[Linear], count: int) -> list[Linear]:
 def ask_second_opinion(
     checkpoint: Checkpoint, linears: Sequence[Linear], count: int, ledger: Ledger
 ) -> None:
-    """Decode `ROWS` rows of up to `count` linears twice and compare."""
+    """Decode `ROWS` rows of up to `count` linears of each format twice and compare."""
     if count <= 0:
         ledger.skip("a sample of 0 was requested", SECOND_OPINION)
         return
     if not linears:
         ledger.skip("no quantized linear is complete enough to decode", SECOND_OPINION)
         return
-    fmt = linears[0].format  # a checkpoint of two formats fails elsewhere
-    linears = [linear for linear in linears if linear.format == fmt]
-    package = "nvidia-modelopt" if fmt == NVFP4 else "compressed-tensors"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # these libraries warn about hardware at import
-            decode = _modelopt_decoder() if fmt == NVFP4 else _compressed_tensors_decoder()
-    except ImportError as fault:
-        ledger.skip(f"{package} cannot be imported ({fault})", SECOND_OPINION)
-        return
-    unit = f"linears, by {package} {metadata.version(package)}"
-    for linear in choose_sample(linears, count):
-        scale = 1.0  # FP8 has no global scale
-        if fmt == NVFP4:
-            scale = struct.unpack("<f", checkpoint.read(f"{linear.module}.weight_scale_2"))[0]
-        if not SMALLEST_NORMAL <= scale <= LARGEST_GLOBAL:
-            reason = f"cannot be decoded, because weight_scale_2 is {scale}"
-            ledger.fault(SECOND_OPINION, linear.module, reason)
+    asked = []
+    for fmt in dict.fromkeys(linear.format for linear in linears):
+        package = "nvidia-modelopt" if fmt == NVFP4 else "compressed-tensors"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # these libraries warn about hardware at import
+                decode = _modelopt_decoder() if fmt == NVFP4 else _compressed_tensors_decoder()
+        except ImportError as fault:
+            ledger.skip(f"{package} cannot be imported ({fault})", SECOND_OPINION)
             continue
-        ledger.examined(SECOND_OPINION, unit=unit)
-        difference = _compare(checkpoint, linear, scale, decode)
-        if difference:
-            ledger.fault(SECOND_OPINION, linear.module, f"{package} {difference}")
+        asked.append(f"{package} {metadata.version(package)}")
+        own = [linear for linear in linears if linear.format == fmt]
+        for linear in choose_sample(own, count):
+            ledger.examined(SECOND_OPINION, unit=f"linears, by {' and '.join(asked)}")
+            if difference := _compare(checkpoint, linear, decode):
+                ledger.fault(SECOND_OPINION, linear.module, f"{package} {difference}")
 
 
-def _compare(
-    checkpoint: Checkpoint, linear: Linear, global_scale: float, decode: Decoder
-) -> str | None:
+def _compare(checkpoint: Checkpoint, linear: Linear, decode: Decoder) -> str | None:
     import torch
 
-    n, k = linear.shape
+    from beamq.formats.numerics import tensor_from_bytes
+
+    fmt, parts, (n, k) = WEIGHT_FORMATS[linear.format], linear.parts, linear.shape
     rows = min(n, ROWS)
     first = (n - rows) // 2
-    codes = read_rows(checkpoint, linear.parts["weight"], first, rows)
-    scales = read_rows(checkpoint, linear.parts["weight_scale"], first, rows)
+    codes = read_rows(checkpoint, parts["weight"], first, rows)
+    scales = read_rows(checkpoint, parts[fmt.scale], first, rows)
     ours_RK = torch.empty(rows, k, dtype=torch.float32)
     out = ours_RK.numpy().data
+    codes_t = tensor_from_bytes(codes, fmt.codes, (rows, -1))
+    scales_t = tensor_from_bytes(scales, fmt.scale_dtype, (rows, -1))
+    scale = 1.0  # FP8 has no global scale
     if linear.format == NVFP4:
-        cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "F32")
-        scales_t = torch.frombuffer(scales, dtype=torch.float8_e4m3fn).view(rows, k // 16)
-        codes_t = torch.frombuffer(codes, dtype=torch.uint8).view(rows, k // 2)
+        scale = struct.unpack("<f", checkpoint.read(f"{linear.module}.weight_scale_2"))[0]
+        if not SMALLEST_NORMAL <= scale <= LARGEST_GLOBAL:
+            return f"cannot decode it, because weight_scale_2 is {scale}"
+        cpu.nvfp4_dequantize(codes, scales, k, scale, out, "F32")
     else:
         cpu.fp8_dequantize_rows(codes, scales, k, out, "F32")
-        scales_t = torch.frombuffer(scales, dtype=torch.float32).view(rows, 1)
-        codes_t = torch.frombuffer(codes, dtype=torch.float8_e4m3fn).view(rows, k)
-    theirs_RK = decode(codes_t, scales_t, global_scale).float()
+    theirs_RK = decode(codes_t, scales_t, scale).float()
     close_RK = (theirs_RK - ours_RK).abs() <= TOLERANCE * ours_RK.abs()
     if bool(close_RK.all()):
         return None

@@ -33,7 +33,7 @@ from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.manifest import MANIFEST_NAME, Manifest, new_checksum
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
-from beamq.plan.layout import quantized_tensors
+from beamq.plan.layout import WEIGHT_FORMATS
 from beamq.plan.recipe import parse_recipe
 from beamq.plan.sources import SourceRange
 
@@ -134,7 +134,7 @@ def plan_items(inventory: Inventory, sources: Mapping[str, SourceRange]) -> list
 
 def is_sound(linear: Linear) -> bool:
     """Whether a quantized linear has all its parts and they fit each other."""
-    wanted = quantized_tensors(linear.module, linear.format, *linear.shape)
+    wanted = linear.wanted("")
     found = [(spec.name, spec.dtype, spec.shape) for spec in linear.parts.values()]
     return sorted(found) == sorted(wanted)
 
@@ -161,7 +161,7 @@ def read_all(
     formats = {item.linear.format for item in items if item.linear is not None}
     if NVFP4 not in formats:
         ledger.skip("no NVFP4 linears", "values.block-scales")
-    if FP8 not in formats:
+    if not formats - {NVFP4}:
         ledger.skip("no FP8 linears", "values.row-scales", "values.codes")
     errors = [_role_error(role, linears) for role, linears in sorted(compared.items())]
     return nbytes, errors, digests
@@ -336,7 +336,7 @@ class Examiner:
         named, bound = self._manifest and self._manifest.recipe, None
         with suppress(RecipeError):
             bound = parse_recipe(named, origin=MANIFEST_NAME).bounds.weight_error if named else None
-        return bound or LOOSEST_WEIGHT_ERROR[fmt]
+        return bound or LOOSEST_WEIGHT_ERROR[WEIGHT_FORMATS[fmt].rounding]
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
         buffers: dict[str, bytearray] = self._buffers.__dict__

@@ -53,6 +53,7 @@ from beamq.io.manifest import MANIFEST_NAME
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.options import Flag, from_keywords, takes
 from beamq.plan.content import REMEDY, zero_faults
+from beamq.plan.layout import ENGINE_NAMES
 from beamq.plan.sources import SourceRange
 from beamq.ranks import Ranks, cores_here, current_ranks
 
@@ -60,12 +61,18 @@ DEFAULT_SAMPLE = 16
 MAX_THREADS = 16
 
 
-@takes(AdapterOptions, workers=WORKERS, sample=Flag("", at_least=0))
+@takes(
+    AdapterOptions,
+    workers=WORKERS,
+    sample=Flag("", at_least=0),
+    engine=Flag("", choices=ENGINE_NAMES),
+)
 def verify(
     checkpoint: str | Path,
     *,
     source: str | Path | None = None,
     level: Literal["structure", "quick", "tensors", "forward"] = "tensors",
+    engine: str | None = None,
     workers: int | None = None,
     sample: int = DEFAULT_SAMPLE,
     progress: Callable[[int, int], None] | None = None,
@@ -74,14 +81,15 @@ def verify(
     """Run every check that `level` and `source` allow; `report.ok` says whether none failed.
 
     Level `structure` reads headers, `tensors` every byte, in `workers` threads; `forward` also runs
-    both models; `quick` compares every byte with its checksum in beamq.json and nothing else.
-    `sample` linears are decoded a second time by Model-Optimizer or compressed-tensors; 0 omits
-    that. `progress` is called in this thread with this rank's bytes done and in total. A Beam that
-    is not quantized is checked for its structure, for checksums if it has a beamq.json, and against
-    the quantized folder it was decoded from, if `source` is that folder. Under torchrun all ranks
-    must make the same call (level `structure` is not shared). Raises `CheckpointError` when
-    `checkpoint` has neither config nor weights or its conversion has not ended, what
-    `open_checkpoint` and `map_sources` raise for `source`, and `EnvironmentFault` for a lost rank.
+    both models; `quick` compares every byte with its checksum in beamq.json and nothing else. A
+    folder that `engine` ("vllm", "sglang" or "transformers") does not load fails; without it there
+    are sound folders that only some engines load. `sample` linears of each format are decoded a
+    second time by Model-Optimizer or compressed-tensors; 0 omits that. `progress` is called in this
+    thread with this rank's bytes done and in total. A Beam that is not quantized is checked for its
+    structure, for checksums if it has a beamq.json, and against the quantized folder it was decoded
+    from, if `source` is that folder. Under torchrun all ranks make the same call (`structure` is
+    not shared). Raises `CheckpointError` where there is no checkpoint or its conversion has not
+    ended, what `map_sources` raises for `source`, and `EnvironmentFault` for a lost rank.
     """
     if level == "quick" and source is not None:
         raise UsageError("--quick compares with beamq.json alone; leave out --source")
@@ -98,7 +106,7 @@ def verify(
         with ExitStack() as stack:
             job = _Pass(
                 name=checkpoint, source=source, adapter=adapter,
-                level=level, readers=readers, stack=stack,
+                level=level, engine=engine, readers=readers, stack=stack,
             )  # fmt: skip
             if level == "quick":
                 job.quick()
@@ -117,6 +125,7 @@ def verify(
         bytes_read=job.nbytes,
         seconds=time.monotonic() - started,
         stopped=tuple(engine for engine in ENGINES if engine in job.ledger.stopped),
+        refused=tuple(engine for engine in ENGINES if engine in job.ledger.refused),
     )
 
 
@@ -128,6 +137,7 @@ class _Pass:
     source: str | Path | None
     adapter: AdapterOptions
     level: str
+    engine: str | None
     readers: Readers
     stack: ExitStack
     ledger: Ledger = field(default_factory=Ledger)
@@ -177,7 +187,7 @@ class _Pass:
         if not folder.plain:
             stored = inventory.stored()
             check_ignore_covers(folder, self.format, stored, ledger)
-            check_engines(folder, stored, ledger)
+            check_engines(folder, self.format, stored, self.engine, ledger)
         every_byte = self.level != "structure"
         manifest = usable_manifest(folder, ledger) if every_byte else None
         values: Readable | None = None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import beamq
 from beamq.beam.config import BeamConfig
-from beamq.beam.tensors import expected_tensors
+from beamq.beam.tensors import Role, expected_tensors
 from beamq.calib.statistics import load_stats
 from beamq.convert import tensors as module
 from beamq.convert.tensors import CpuKernels
@@ -63,7 +63,7 @@ def written(
         path = folder / chosen.digest()
         if path.name not in made:
             made[path.name] = path
-            beamq.quantize(beam_nano, path, recipe=chosen, no_calibration=chosen.format == "nvfp4")
+            beamq.quantize(beam_nano, path, recipe=chosen, no_calibration=chosen.calibrated)
         return path
 
     return convert
@@ -353,14 +353,16 @@ def test_a_stack_and_its_parts(nano: Tensors, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_partners_that_never_come(nano: Tensors, config: dict[str, Any], recipe: str) -> None:
     given = {name: nano[name] for name in (NORM, GATE, *ATTENTION[:2])}
-    if not recipe.startswith("nvfp4"):
-        assert len(list(beamq.quantize_tensors(given, recipe, config))) == 7 - 2 * (
-            recipe == "fp8-experts"
-        )
+    rules = load_recipe(recipe).rules
+    if rules[Role.EXPERT] != "nvfp4":
+        got = list(beamq.quantize_tensors(given, recipe, config))
+        assert len(got) == 5 + 2 * (Role.ATTENTION in rules)
         return
     says = rf"without {UP}, with which {GATE} shares a scale \({'2' if 'all' in recipe else '1'} "
     names = refused(given, says, recipe=recipe, config=config)
-    assert names == [NORM, *([] if recipe == "nvfp4-all" else ATTENTION[:2])]
+    attention = [] if recipe == "nvfp4-all" else ATTENTION[:2]
+    scales = [f"{name}_scale" for name in attention if rules.get(Role.ATTENTION) == "fp8"]
+    assert sorted(names) == sorted([NORM, *attention, *scales])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -22,15 +22,31 @@ def test_the_built_in_recipes_are_those_of_the_design() -> None:
         "nvfp4-gptq": {Role.EXPERT: "nvfp4"},
         "nvfp4-mlp": dict.fromkeys(linears[:2], "nvfp4"),
         "nvfp4-all": dict.fromkeys(linears, "nvfp4"),
+        "nvfp4-fp8": {**dict.fromkeys(linears, "fp8"), Role.EXPERT: "nvfp4"},
         "fp8": dict.fromkeys(linears, "fp8"),
         "fp8-experts": {Role.EXPERT: "fp8"},
     }
     assert all(load_recipe(name).name == name for name in BUILT_IN)
     swept = {name for name in BUILT_IN if load_recipe(name).scales == "sweep"}
-    assert swept == {"nvfp4", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all"}
+    assert swept == {"nvfp4", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "nvfp4-fp8"}
     methods = {name: load_recipe(name).expert_method for name in BUILT_IN}
     assert {name for name, method in methods.items() if method} == {"nvfp4-gptq"}
     assert methods["nvfp4-gptq"] == "gptq"
+
+
+def test_a_mix_is_for_vllm_alone() -> None:
+    mixed = parse_recipe({**GOOD, "rules": {"dense-mlp": "nvfp4", "attention": "fp8"}})
+    assert (mixed.format, mixed.calibrated) == ("nvfp4-fp8", True)
+    assert mixed.weight_format(Role.ATTENTION) == "fp8-modelopt"
+    assert parse_recipe({**GOOD, "rules": {"attention": "fp8"}}).weight_format(Role.ATTENTION) == (
+        "fp8"
+    )
+    mixed.check_engine("vllm")
+    mixed.check_engine(None)
+    for engine, why in (("sglang", "refuses Beam"), ("transformers", "no loader")):
+        with pytest.raises(RecipeError, match=f"not for .*{why}.*; vLLM can load it"):
+            mixed.check_engine(engine)
+    load_recipe("fp8").check_engine("sglang")
 
 
 def test_scales_are_swept_unless_it_says_otherwise() -> None:
@@ -71,7 +87,10 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "router": ({"rules": {"router": "fp8"}}, "only attention, dense-mlp, expert"),
     "embedding": ({"rules": {"embedding": "fp8"}}, "can be quantized"),
     "unknown format": ({"rules": {"expert": "int4"}}, "expected nvfp4 or fp8"),
-    "mixed": ({"rules": {"expert": "nvfp4", "attention": "fp8"}}, "SGLang refuses"),
+    "experts in FP8 next to NVFP4": (
+        {"rules": {"expert": "fp8", "attention": "nvfp4"}},
+        "rules mix fp8 and nvfp4; engines load no such file",
+    ),
     "unknown scales": ({"scales": "best"}, "expected sweep or max"),
     "gptq without experts": (
         {"rules": {"attention": "nvfp4"}, "rounding": "gptq"},

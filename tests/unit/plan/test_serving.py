@@ -38,7 +38,8 @@ def weights_of(config: BeamConfig, recipe_name: str) -> serving.Weights:
     if recipe_name == "bf16":
         return model_weights(config)
     recipe = load_recipe(recipe_name)
-    return model_weights(config, recipe.format, quantized_units(config, recipe, ()))
+    units = quantized_units(config, recipe, ())
+    return model_weights(config, {unit: recipe.weight_format(unit[1]) for unit in units})
 
 
 def gpu(name: str) -> serving.Gpu:
@@ -106,16 +107,16 @@ def test_kv_cache_is_36_kib_a_token_and_a_few_tens_of_mib_of_windows(
 @pytest.mark.parametrize("recipe", BUILT_IN)
 def test_weights_equal_the_plan_to_the_byte(beam_nano: Path, recipe: str) -> None:
     plan = make_plan(beam_nano, recipe)
-    weights = model_weights(plan.config, plan.recipe.format, plan.units)
+    weights = model_weights(plan.config, plan.formats)
     assert weights.nbytes == plan.tensor_nbytes
     assert weights.parameters == plan.total_parameters
 
 
 def test_weights_follow_exclusions(beam_nano: Path) -> None:
     plan = make_plan(beam_nano, "nvfp4-all", exclude=["model.layers.4.mlp.experts*", "self_attn"])
-    weights = model_weights(plan.config, plan.recipe.format, plan.units)
+    weights = model_weights(plan.config, plan.formats)
     assert weights.nbytes == plan.tensor_nbytes
-    assert weights.blocked == {Role.DENSE_MLP, Role.EXPERT}
+    assert weights.blocked == {Role.DENSE_MLP: 16, Role.EXPERT: 16}
 
 
 def test_source_weights_equal_the_expected_tensors(nano: BeamConfig, beam_nano: Path) -> None:

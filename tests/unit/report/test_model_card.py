@@ -18,6 +18,7 @@ from beamq.errors import CheckpointError, UsageError
 from beamq.io.checkpoint import open_checkpoint
 from beamq.io.companions import companion_files, front_matter, restored_name
 from beamq.io.hub import cached_repo, could_be_path
+from beamq.plan.layout import SCHEMES
 from beamq.plan.plan import Plan, make_plan
 from beamq.report.model_card import (
     COMPARISON_BEGIN,
@@ -311,8 +312,20 @@ def test_serving_of_the_real_model_is_what_the_engines_take(beam_nano: Path) -> 
     assert "this checkpoint itself" in other
     assert "# 8 x H100 80 GB or H200 141 GB" in other
     assert "moe-runner" not in other
-    for engines in ENGINES.values():
-        assert [engine.name for engine in engines] == ["vLLM", "SGLang"]
+    for fmt, engines in ENGINES.items():
+        loaders = [engine for engine in SCHEMES[fmt].loaders if engine != "transformers"]
+        assert [engine.name for engine in engines] == loaders
+
+
+def test_a_card_says_which_engine_does_not_load_it(beam_nano: Path) -> None:
+    card = model_card(make_plan(beam_nano, "nvfp4-fp8"), Origin(), {})
+    front, _, text = card.partition("# Beam in NVFP4 and FP8")
+    assert "- nvfp4\n- fp8\n- modelopt\n- beamq\n- vllm\n---" in front
+    serving = text.partition("## Serving")[2]
+    assert "**vLLM**" in serving
+    assert "**SGLang**" not in serving
+    assert "SGLang refuses a Beam with parts in different formats" in serving
+    assert "Note: vLLM alone can load this format (SGLang: refuses Beam" in text
 
 
 def real_plan(beam_nano: Path, recipe: str) -> Plan:

@@ -93,23 +93,23 @@ def test_bounds_that_cannot_be(bounds: object) -> None:
 
 
 def test_whose_bounds() -> None:
-    assert limits_for(None, None, frozenset()).recipe is None
-    assert limits_for(None, "nvfp4", EXPERTS).recipe == "nvfp4"
-    assert limits_for(Manifest.parse({}), "fp8", EXPERTS).recipe == "fp8-experts"
-    attention = EXPERTS | {(0, Role.ATTENTION)}
-    assert limits_for(None, "nvfp4", attention).recipe == "nvfp4-all"
-    assert limits_for(None, "fp8", attention).recipe == "fp8"
+    experts, wide = dict.fromkeys(EXPERTS, "nvfp4"), {(0, Role.ATTENTION): "nvfp4"}
+    assert limits_for(None, {}).recipe is None
+    assert limits_for(None, experts).recipe == "nvfp4"
+    assert limits_for(Manifest.parse({}), dict.fromkeys(EXPERTS, "fp8")).recipe == "fp8-experts"
+    assert limits_for(None, experts | wide).recipe == "nvfp4-all"
+    eight = dict.fromkeys([*EXPERTS, *wide], "fp8")
+    assert limits_for(None, eight).recipe == "fp8"
+    mixed = experts | {(0, Role.ATTENTION): "fp8-modelopt"}
+    assert limits_for(None, mixed).recipe == "nvfp4-fp8"
     named = {"recipe": {"name": "nvfp4-mlp", "bounds": {"mean_kld": 100}}}
-    assert (
-        limits_for(Manifest.parse(named), "nvfp4", EXPERTS).bounds
-        == load_recipe("nvfp4-mlp").bounds
-    )
+    assert limits_for(Manifest.parse(named), experts).bounds == load_recipe("nvfp4-mlp").bounds
     own = {"name": "mine", "summary": "s", "rules": {"expert": "nvfp4"}}
-    assert limits_for(Manifest.parse({"recipe": own}), "nvfp4", EXPERTS).recipe == "nvfp4"
+    assert limits_for(Manifest.parse({"recipe": own}), experts).recipe == "nvfp4"
     bounded = {"recipe": {**own, "bounds": {"mean_kld": 0.01}}}
-    assert limits_for(Manifest.parse(bounded), "nvfp4", EXPERTS).bounds == Bounds(mean_kld=0.01)
+    assert limits_for(Manifest.parse(bounded), experts).bounds == Bounds(mean_kld=0.01)
     broken = {"recipe": {**own, "bounds": 5}}
-    assert limits_for(Manifest.parse(broken), "nvfp4", EXPERTS).recipe == "nvfp4"
+    assert limits_for(Manifest.parse(broken), experts).recipe == "nvfp4"
 
 
 def test_what_breaks_them() -> None:

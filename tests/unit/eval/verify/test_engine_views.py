@@ -34,9 +34,11 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj")
 ENGINES = ("vllm", "vllm-wide", "sglang")
 
 
-def stored(roles: frozenset[Role], kept_layers: tuple[int, ...] = ()) -> dict[str, bool]:
+def stored(
+    roles: frozenset[Role], kept_layers: tuple[int, ...] = (), rounding: str = "nvfp4"
+) -> dict[str, str]:
     """What a checkpoint holds whose `roles` are quantized, except experts of `kept_layers`."""
-    modules = {"lm_head": False, "model.embed_tokens": False}
+    modules = {"lm_head": "", "model.embed_tokens": ""}
     for layer, role in layer_units(CONFIG):
         prefix = f"model.layers.{layer}"
         if role is Role.ATTENTION:
@@ -48,7 +50,7 @@ def stored(roles: frozenset[Role], kept_layers: tuple[int, ...] = ()) -> dict[st
                 stems = [f"{prefix}.mlp.experts.{e}" for e in range(CONFIG.num_experts)]
             names = [f"{stem}.{name}" for stem in stems for name in ups]
         quantized = role in roles and not (role is Role.EXPERT and layer in kept_layers)
-        modules |= dict.fromkeys(names, quantized)
+        modules |= dict.fromkeys(names, rounding * quantized)
     return modules
 
 
@@ -62,7 +64,7 @@ def fp8(ignore: list[str], targets: list[str] | None = None) -> dict[str, Any]:
     return block
 
 
-def outcome(view: EngineView, holds: dict[str, bool]) -> str:
+def outcome(view: EngineView, holds: dict[str, str]) -> str:
     """ "ok", the exception's name, or "mismatch" where something is built unlike it is stored."""
     if view.faults:
         return view.faults[0].kind
@@ -129,7 +131,7 @@ def test_one_layer_of_experts_kept() -> None:
     block = modelopt(["lm_head", "model.layers.7.mlp.experts*"])
     holds = stored(ALL_ROLES, kept_layers=(7,))
     assert {outcome(view, holds) for view in views(block).values()} == {"ok"}
-    spoiled = holds | {"model.layers.7.mlp.experts.5.up_proj": True}
+    spoiled = holds | {"model.layers.7.mlp.experts.5.up_proj": "nvfp4"}
     found = mismatches(views(block)["sglang"], spoiled)
     assert [(m.prefix, m.stored) for m in found] == [("model.layers.7.mlp.experts", "mixed")]
 
@@ -194,20 +196,22 @@ FP8_ROWS: dict[str, tuple[list[str], list[str], frozenset[Role], str, str]] = {
 @pytest.mark.parametrize("row", FP8_ROWS)
 def test_compressed_tensors_row(row: str) -> None:
     targets, ignore, roles, vllm, sglang = FP8_ROWS[row]
-    seen = {n: outcome(v, stored(roles)) for n, v in views(fp8(ignore, targets)).items()}
+    seen = {
+        n: outcome(v, stored(roles, rounding="fp8")) for n, v in views(fp8(ignore, targets)).items()
+    }
     assert (seen["vllm"], seen["sglang"]) == (vllm, sglang)
 
 
 def test_one_layer_of_experts_kept_by_pattern() -> None:
     block = fp8([*FP8_BASE, r"re:model\.layers\.7\.mlp\.experts.*"])
-    holds = stored(ALL_ROLES, kept_layers=(7,))
+    holds = stored(ALL_ROLES, (7,), "fp8")
     assert {outcome(view, holds) for view in views(block).values()} == {"ok"}
 
 
 def test_transformers_alone_quantizes_an_lm_head_that_is_not_ignored() -> None:
-    seen = views(fp8([r"re:.*\.mlp\.gate$"]))
-    assert outcome(seen["transformers"], stored(ALL_ROLES)) == "mismatch"
-    assert mismatches(seen["transformers"], stored(ALL_ROLES))[0].prefix == "lm_head"
+    seen, eight = views(fp8([r"re:.*\.mlp\.gate$"])), stored(ALL_ROLES, rounding="fp8")
+    assert outcome(seen["transformers"], eight) == "mismatch"
+    assert mismatches(seen["transformers"], eight)[0].prefix == "lm_head"
 
 
 def test_experts_are_judged_by_expert_0_and_must_agree() -> None:
@@ -242,13 +246,77 @@ def test_the_lists_beamq_writes_are_read_alike(
         for layer, role in layer_units(CONFIG)
         if role in roles and not (role is Role.EXPERT and layer in kept)
     }
-    holds = stored(roles, kept)
     nvfp4 = modelopt(modelopt_ignore(CONFIG, units, ()))
     eight = fp8(compressed_tensors_ignore(CONFIG, units, ()))
-    for block in (nvfp4, eight):
+    for rounding, block in (("nvfp4", nvfp4), ("fp8", eight)):
+        holds = stored(roles, kept, rounding)
         assert {n: outcome(v, holds) for n, v in views(block).items()} == dict.fromkeys(
             views(block), "ok"
         )
+
+
+# ModelOpt MIXED_PRECISION: one algorithm for each layer
+
+
+def mixed(**changes: Any) -> dict[str, Any]:
+    formats = {
+        unit: "nvfp4" if unit[1] is Role.EXPERT else "fp8-modelopt" for unit in layer_units(CONFIG)
+    }
+    ignore = modelopt_ignore(CONFIG, formats, ())
+    return quantization_config("nvfp4-fp8", ignore, "none", formats) | changes
+
+
+def test_a_mixed_checkpoint_is_built_as_stored_by_vllm_and_refused_by_sglang() -> None:
+    holds = stored(ALL_ROLES, rounding="fp8") | {
+        module: "nvfp4" for module in stored(EXPERTS) if ".experts." in module
+    }
+    seen = views(mixed())
+    assert {name: outcome(view, holds) for name, view in seen.items()} == {
+        "vllm": "ok", "vllm-wide": "ok", "sglang": "NotImplementedError",
+    }  # fmt: skip
+    assert seen["vllm"].quantized["model.layers.3.mlp.experts"] == "nvfp4"
+    assert seen["vllm-wide"].quantized["model.layers.3.self_attn.output_gate_proj"] == "fp8"
+    wrong = holds | dict.fromkeys((m for m in holds if "layers.4.mlp.experts" in m), "fp8")
+    (found,) = mismatches(seen["vllm"], wrong)
+    assert (found.prefix, found.built, found.stored) == (
+        "model.layers.4.mlp.experts", "nvfp4", "fp8",
+    )  # fmt: skip
+
+
+def test_what_vllm_makes_of_other_mixed_configs() -> None:
+    layers = mixed()["quantized_layers"]
+
+    def vllm(layers: object, block: dict[str, Any] | None = None) -> EngineView:
+        return views((mixed() if block is None else block) | {"quantized_layers": layers})["vllm"]
+
+    assert vllm({}).faults[0].kind == "ValueError"
+    assert vllm({"lm_head": {}}).faults[0].kind == "AttributeError"
+    other = layers | {"model.layers.0.self_attn.o_proj": {"quant_algo": "MXFP8"}}
+    assert vllm(other).faults[0].kind == "unknown"
+    split = layers | {"model.layers.0.self_attn.q_proj": {"quant_algo": "nvfp4"}}
+    assert vllm(split).faults[0].kind == "ValueError"
+    left = {name: each for name, each in layers.items() if "layers.0.self_attn.o_proj" not in name}
+    assert vllm(left).quantized["model.layers.0.self_attn.o_proj"] == ""
+    # Per-channel FP8 has no method for experts: they are left in high precision.
+    eight = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    assert vllm(layers | {"model.layers.3.mlp.experts": eight}).quantized[
+        "model.layers.3.mlp.experts"
+    ] == ""  # fmt: skip
+    # Named one by one, as ModelOpt does, experts are found by what begins with their prefix.
+    one_by_one = {name: each for name, each in layers.items() if "experts" not in name}
+    one_by_one |= {
+        f"model.layers.{n}.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"} for n in SPARSE
+    }
+    assert vllm(one_by_one).quantized["model.layers.3.mlp.experts"] == "nvfp4"
+
+
+def test_vllm_falls_back_to_the_older_file_without_quantized_layers() -> None:
+    block = mixed()
+    hf = {"quantization": {"quant_algo": "MIXED_PRECISION", "exclude_modules": ["lm_head"],
+                           "quantized_layers": block.pop("quantized_layers")}}  # fmt: skip
+    view = views(block, hf)["vllm"]
+    assert view.quantized["model.layers.3.mlp.experts"] == "nvfp4"
+    assert views(block)["vllm"].faults[0].kind == "ValueError"
 
 
 def test_config_refusals() -> None:
