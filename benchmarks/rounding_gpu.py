@@ -93,7 +93,9 @@ def synthetic_layer(config: BeamConfig, experts: int, per_input: int) -> LayerEx
         layer=0,
         parts=lambda: [part],
         inputs=inputs,
+        held_out=lambda: iter(()),
         rows_E=(each * batches,) * experts,
+        held_out_texts=0,
         exchange=ExpertExchange(config),
         device=device,
     )

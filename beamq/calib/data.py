@@ -195,6 +195,15 @@ class CheckpointTokenizer:
             )
         return ids
 
+    def joined(self, texts: Sequence[Document]) -> NDArray[np.int64]:
+        """Ids [T] of documents, the separator after each."""
+        separator = np.array([self.separator], dtype=np.int64)
+        return np.concatenate([part for text in texts for part in (self.encode(text), separator)])
+
+    def plain_ids(self) -> list[int]:
+        """The ids of all tokens that are not special, in order."""
+        return sorted(self._tokenizer.get_vocab(with_added_tokens=False).values())
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> str | None:

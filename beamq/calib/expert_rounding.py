@@ -3,7 +3,8 @@
 In: a layer after its forward pass (`LayerExperts`): its experts' weights, and every batch's input
 of them. Out: codes, block scales and a global scale for each scale group, handed to `write`.
 
-    method "gptq"            full second moments of the inputs, GPTQ (formats/gptq.py)
+    method "gptq"            full second moments of the inputs, GPTQ (formats/gptq.py), unless the
+                             scale sweep does better on a held-out text
     method "second-moment"   their diagonal, as weights of the scale sweep (formats/nvfp4.py)
 
 The one idea: this runs when the layer's `input_scale`s are known, so inputs are quantized exactly
@@ -12,6 +13,10 @@ experts at a time: their inputs are computed again (for `down` with the exact ga
 up, used and dropped. Moments of K inputs take 4 K^2 bytes for each expert, 27 GB for a layer of the
 real model. gate and up share moments as they share a global scale. An expert with fewer rows than
 inputs is drawn towards the moments of the whole layer (`gptq.shrunk`).
+
+GPTQ fits the calibration text. So a group is rounded both ways, and each way's products with the
+expert's rows of held-out texts (calib/held_out.py) are compared with the exact ones. Where GPTQ has
+the larger error on any of these texts, the sweep's codes and scales are written.
 
 Rows of an expert are gathered over batches, so that each step is one large call. Its size depends
 on the expert's own rows alone, so neither the other experts nor the number of processes changes a
@@ -34,7 +39,9 @@ from beamq.calib.input_scales import scale_for
 from beamq.errors import Interrupted, TensorError
 from beamq.formats import nvfp4
 from beamq.formats.gptq import damping_of, factorize, round_experts, shrunk
+from beamq.formats.kernels import cpu
 from beamq.formats.numerics import E4M3_MIN, NVFP4_BLOCK
+from beamq.formats.nvfp4 import QuantizedTensor
 from beamq.model.forward import LayerExperts
 from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight, swiglu
 from beamq.model.gemm.reference import nvfp4_operand
@@ -100,10 +107,7 @@ class ExpertMoments:
         def add(at: int) -> None:
             x_SK = torch.cat(waiting[at])
             waiting[at].clear()
-            if group != "gate_up":
-                weight = part.gate_up.expert(experts[at] - part.first)
-                x_SK = swiglu(self._gemm.linear(x_SK, weight))
-            total[at] += self._gram(self._served(x_SK, group))
+            total[at] += self._gram(self._read(x_SK, group, part, experts[at]))
 
         for x_TK, plan in self._seen.inputs():
             self._check()
@@ -143,6 +147,33 @@ class ExpertMoments:
         self._seen.exchange.send(pool)
         self._seen.exchange.settle(pool)
         return pool, float(sum(self._seen.rows_E))
+
+    def losses(
+        self, group: str, part: ExpertSlice, experts: Sequence[int], errors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """What `errors` [E, N, K] of some candidates cost on the held-out texts: FP64 [C, E, X].
+
+        trace(error H error^T), H being the sum of a text's second moments, as the sum of squares
+        of the products themselves: a text has fewer rows for an expert than inputs.
+        """
+        shape = (len(errors), len(experts), self._seen.held_out_texts)
+        total = torch.zeros(shape, dtype=torch.float64, device=self._seen.device)
+        for text, x_TK, plan in self._seen.held_out():
+            self._check()
+            for at, expert in enumerate(experts):
+                rows = plan.token_S[plan.offsets[expert] : plan.offsets[expert + 1]]
+                if not len(rows):
+                    continue
+                x_SK = self._read(x_TK.index_select(0, rows), group, part, expert).float()
+                for number, error_ENK in enumerate(errors):
+                    total[number, at, text] += (x_SK @ error_ENK[at].t()).square().sum()
+        return total
+
+    def _read(self, x_SK: torch.Tensor, group: str, part: ExpertSlice, expert: int) -> torch.Tensor:
+        """What the group's weights of an expert multiply when served, for its rows `x_SK`."""
+        if group != "gate_up":
+            x_SK = swiglu(self._gemm.linear(x_SK, part.gate_up.expert(expert - part.first)))
+        return self._served(x_SK, group)
 
     def _served(self, x_TK: torch.Tensor, group: str) -> torch.Tensor:
         """`code * block_scale`; rows that are not finite as zeros."""
@@ -203,7 +234,8 @@ Group = tuple[int, str]
 class RoundedGroup:
     """One scale group on the host: `codes` U8 [N, K/2], `block_scale` U8 (E4M3 bits) [N, K/16].
 
-    `zero_blocks` and `underflow_blocks` are the counts of plain rounding (`cpu.Nvfp4Counts`).
+    `zero_blocks` and `underflow_blocks` are the counts of plain rounding (`cpu.Nvfp4Counts`);
+    `swept` says that GPTQ was worse than the sweep on a held-out text, and these are the sweep's.
     """
 
     codes: torch.Tensor
@@ -212,6 +244,7 @@ class RoundedGroup:
     amax: float
     zero_blocks: int
     underflow_blocks: int
+    swept: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,9 +294,7 @@ class ExpertRounding:
             for group in GROUPS:
                 own = [expert for expert in numbers(part) if (expert, group) in wanted]
                 for experts_here in chunks(own, weight_of(part, group), full=self._full):
-                    found = moments.of(group, part, experts_here)
-                    rows_E = moments.rows(experts_here)
-                    self._round(seen.layer, part, group, experts_here, found, rows_E)
+                    self._round(seen.layer, part, group, experts_here, moments)
 
     def _check(self) -> None:
         if self._request.stopped():
@@ -275,8 +306,7 @@ class ExpertRounding:
         part: ExpertSlice,
         group: str,
         experts: list[int],
-        moments: torch.Tensor,
-        rows_E: torch.Tensor,
+        moments: ExpertMoments,
     ) -> None:
         w_ENK = weight_of(part, group)[[e - part.first for e in experts]]
         amax_E = w_ENK.abs().amax(dim=(1, 2)).float()
@@ -287,13 +317,21 @@ class ExpertRounding:
                 " or infinity; repair the source, such a model cannot be served"
             )
         scale_E = nvfp4.global_scale_from_amax(amax_E)
+        mean = moments.of(group, part, experts)
         if self._full:
-            feedback = factorize(moments, damping_of(rows_E, moments.shape[-1]))
+            feedback = factorize(mean, damping_of(moments.rows(experts), mean.shape[-1]))
+            del mean
             found = round_experts(w_ENK, feedback, scale_E)
-            codes_ENH, block_scale_ENB = found.codes, found.block_scale
+            del feedback
+            plain = _swept(w_ENK, scale_E, None)
+            errors = [_errors(w_ENK, each) for each in (found, plain)]
+            ours_EX, theirs_EX = moments.losses(group, part, experts, errors)
+            worse_E = (ours_EX > theirs_EX).any(dim=1)
+            found = _either(worse_E, plain, found)
         else:
-            codes_ENH, block_scale_ENB = _swept(w_ENK, scale_E, moments)
-        rounded = _on_host(codes_ENH, block_scale_ENB, scale_E, amax_E, _counts(w_ENK, scale_E))
+            worse_E = torch.zeros_like(amax_E, dtype=torch.bool)
+            found = _swept(w_ENK, scale_E, mean)
+        rounded = _on_host(found, amax_E, _counts(w_ENK, scale_E), worse_E)
 
         def write(at: int) -> None:
             self._check()
@@ -305,26 +343,90 @@ class ExpertRounding:
 
 
 def _swept(
-    w_ENK: torch.Tensor, scale_E: torch.Tensor, moments_EK: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and block scales by the sweep, columns weighted by the moments."""
-    weight_EK = moments_EK + FLOOR * moments_EK.mean(dim=1, keepdim=True)
-    found = [
-        nvfp4.quantize(w_NK, scale, scale_rule="sweep", weight_K=weight_K)
-        for w_NK, scale, weight_K in zip(w_ENK, scale_E, weight_EK, strict=True)
+    w_ENK: torch.Tensor, scale_E: torch.Tensor, moments_EK: torch.Tensor | None
+) -> QuantizedTensor:
+    """By the sweep, columns weighted by the moments if there are any."""
+    if moments_EK is None and devices.serves(w_ENK):
+        from beamq.formats.kernels import gpu  # Triton
+
+        return gpu.nvfp4_quantize(w_ENK, scale_E, scale_rule="sweep")
+    weight_EK: Sequence[torch.Tensor | None] = [None] * len(w_ENK)
+    if moments_EK is not None:
+        weight_EK = list(moments_EK + FLOOR * moments_EK.mean(dim=1, keepdim=True))
+    rule = _sweep_on_cpu if w_ENK.device.type == "cpu" else _sweep
+    found = [rule(*each) for each in zip(w_ENK, scale_E, weight_EK, strict=True)]
+    return QuantizedTensor(
+        codes=torch.stack([q.codes for q in found]),
+        block_scale=torch.stack([q.block_scale for q in found]),
+        global_scale=scale_E,
+    )
+
+
+def _sweep(
+    w_NK: torch.Tensor, scale: torch.Tensor, weight_K: torch.Tensor | None
+) -> QuantizedTensor:
+    return nvfp4.quantize(w_NK, scale, scale_rule="sweep", weight_K=weight_K)
+
+
+def _sweep_on_cpu(
+    w_NK: torch.Tensor, scale: torch.Tensor, weight_K: torch.Tensor | None
+) -> QuantizedTensor:
+    """The same bytes, from the compiled kernel."""
+    n, k = w_NK.shape
+    codes = torch.empty(n, k // 2, dtype=torch.uint8)
+    block_scale = torch.empty(n, k // NVFP4_BLOCK, dtype=torch.uint8)
+    cpu.nvfp4_quantize(
+        _bytes(w_NK),
+        {torch.bfloat16: "BF16", torch.float32: "F32"}[w_NK.dtype],
+        k,
+        float(scale),
+        _bytes(codes),
+        _bytes(block_scale),
+        scale_rule="sweep",
+        weights=None if weight_K is None else _bytes(weight_K),
+    )
+    bits = block_scale.view(torch.float8_e4m3fn)
+    return QuantizedTensor(codes=codes, block_scale=bits, global_scale=scale)
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
+
+
+def _errors(w_ENK: torch.Tensor, found: QuantizedTensor) -> torch.Tensor:
+    """Rounded weights minus `w_ENK`, FP32."""
+    both = zip(found.codes, found.block_scale, found.global_scale, strict=True)
+    rounded = [
+        nvfp4.dequantize(
+            QuantizedTensor(codes=codes, block_scale=block_scale, global_scale=scale), torch.float32
+        )
+        for codes, block_scale, scale in both
     ]
-    return torch.stack([q.codes for q in found]), torch.stack([q.block_scale for q in found])
+    return torch.stack(rounded).sub_(w_ENK)
+
+
+def _either(
+    first_E: torch.Tensor, first: QuantizedTensor, second: QuantizedTensor
+) -> QuantizedTensor:
+    """The experts of `first` where `first_E` is true, of `second` elsewhere."""
+    choose_E11 = first_E.view(-1, 1, 1)
+    bits = torch.where(
+        choose_E11, first.block_scale.view(torch.uint8), second.block_scale.view(torch.uint8)
+    )
+    return QuantizedTensor(
+        codes=torch.where(choose_E11, first.codes, second.codes),
+        block_scale=bits.view(torch.float8_e4m3fn),
+        global_scale=second.global_scale,
+    )
 
 
 def _on_host(
-    codes_ENH: torch.Tensor,
-    block_scale_ENB: torch.Tensor,
-    scale_E: torch.Tensor,
-    amax_E: torch.Tensor,
-    counts_E2: torch.Tensor,
+    found: QuantizedTensor, amax_E: torch.Tensor, counts_E2: torch.Tensor, swept_E: torch.Tensor
 ) -> list[RoundedGroup]:
-    codes, block_scales = _to_host(codes_ENH), _to_host(block_scale_ENB.view(torch.uint8))
-    found = zip(scale_E.tolist(), amax_E.tolist(), counts_E2.tolist(), strict=True)
+    codes, block_scales = _to_host(found.codes), _to_host(found.block_scale.view(torch.uint8))
+    scales, amaxes = found.global_scale.tolist(), amax_E.tolist()
+    each = zip(scales, amaxes, counts_E2.tolist(), swept_E.tolist(), strict=True)
     return [
         RoundedGroup(
             codes=codes[at],
@@ -333,8 +435,9 @@ def _on_host(
             amax=amax,
             zero_blocks=zero,
             underflow_blocks=underflow,
+            swept=swept,
         )
-        for at, (scale, amax, (zero, underflow)) in enumerate(found)
+        for at, (scale, amax, (zero, underflow), swept) in enumerate(each)
     ]
 
 

@@ -34,6 +34,7 @@ from beamq.beam.tensors import classify
 from beamq.calib.collector import Collector, LayerPace, TokenWatch, combine
 from beamq.calib.data import load_calibration_data
 from beamq.calib.expert_rounding import ExpertRounding, RoundingRequest, rounding_nbytes
+from beamq.calib.held_out import HeldOutText, held_out_texts
 from beamq.calib.options import CalibrationOptions
 from beamq.calib.state import RunState, Saved
 from beamq.calib.statistics import CalibrationStats
@@ -71,12 +72,12 @@ class CalibrationSetup:
         options: CalibrationOptions,
         ranks: Ranks,
         *,
-        rounds_experts: bool = False,
+        rounding: str | None = None,
         waiting_nbytes: int = 0,
         taken_nbytes: int = 0,
     ) -> None:
-        """Memory that a conversion in the same pass adds: `rounds_experts` if it rounds experts
-        by their inputs; `waiting_nbytes` on the host, for members that wait for their partners;
+        """What a conversion in the same pass adds: `rounding`, how it rounds experts by their
+        inputs; `waiting_nbytes` on the host, for members that wait for their partners;
         `taken_nbytes` of the device, besides the forward pass."""
         self.checkpoint = checkpoint
         self.options = options
@@ -90,6 +91,9 @@ class CalibrationSetup:
             sequence_length=length,
             seed=options.seed,
         )
+        self.held_out: tuple[HeldOutText, ...] = ()
+        if rounding == "gptq":
+            self.held_out = held_out_texts(checkpoint.root, self.data, seed=options.seed)
         plan = plan_device(
             checkpoint,
             options,
@@ -97,7 +101,7 @@ class CalibrationSetup:
             self.device,
             samples=self.data.samples,
             length=self.data.sequence_length,
-            rounds_experts=rounds_experts,
+            rounding=None if rounding is None else [len(text.input_ids) for text in self.held_out],
             taken_nbytes=taken_nbytes,
         )
         self.plan = replace(plan, host_nbytes=plan.host_nbytes + waiting_nbytes)
@@ -109,7 +113,8 @@ class CalibrationSetup:
     def state_nbytes(self) -> int:
         """Bytes on disk of a run's state: two sets of hidden states, old and new."""
         itemsize = 4 if self.options.dtype == "float32" else 2
-        return 2 * self.data.tokens * int(self.checkpoint.config["hidden_size"]) * itemsize
+        tokens = self.data.tokens + sum(text.input_ids.size for text in self.held_out)
+        return 2 * tokens * int(self.checkpoint.config["hidden_size"]) * itemsize
 
     def data_record(self) -> dict[str, Any]:
         """The record of the data and of the activations' dtype in the statistics."""
@@ -126,6 +131,7 @@ class CalibrationSetup:
             "--sequence-length": str(self.data.sequence_length),
             "--seed": str(self.data.seed),
             "--data": self.data.digest,
+            **{f"held-out text {text.name}": text.digest for text in self.held_out},
             **self.options.recorded(),
         }
 
@@ -159,10 +165,11 @@ def plan_device(
     *,
     samples: int,
     length: int,
-    rounds_experts: bool = False,
+    rounding: Sequence[int] | None = None,
     taken_nbytes: int = 0,
 ) -> DevicePlan:
-    """The plan of one process, if others take `taken_nbytes` of its GPU.
+    """The plan of one process, if others take `taken_nbytes` of its GPU. `rounding` has the rows of
+    each held-out text, where experts are rounded.
 
     Raises `MemoryBudgetError` if one expert at a time is too much.
     """
@@ -172,20 +179,22 @@ def plan_device(
     budget = options.max_device_memory
     if budget is None and on_gpu:
         budget = int(FREE_SHARE * torch.cuda.mem_get_info(device)[0]) - taken_nbytes
-    batch = max(rows.stop - rows.start for rows in batch_rows(device, samples, length)) * length
-    rounding = rounding_nbytes(device.type, config) if rounds_experts else 0
+    counts = [samples, *(rounding or ())]
+    batches = [rows for count in counts for rows in batch_rows(device, count, length)]
+    batch = max(rows.stop - rows.start for rows in batches) * length
+    rounded = rounding_nbytes(device.type, config) if rounding is not None else 0
     experts = len(own_experts(ranks, config))
     sizes = layer_bytes(checkpoint, config, dtype)
-    activations = activation_bytes(config, batch, dtype) + rounding
-    width = samples * length * config.hidden_size
+    activations = activation_bytes(config, batch, dtype) + rounded
+    width = sum(counts) * length * config.hidden_size
     states = width * dtype.itemsize
     weights = _UNITS * (sizes.base + sizes.expert * experts)
     count, resident = None, None
     if budget is not None and weights + activations > budget:
-        found = experts_per_slice(checkpoint, config, dtype, budget - rounding, batch)
+        found = experts_per_slice(checkpoint, config, dtype, budget - rounded, batch)
         count, resident = min(found or experts, experts), 0
         weights = _UNITS * (sizes.base + sizes.expert * count)
-    if count is not None or experts < config.num_experts or rounding:
+    if count is not None or experts < config.num_experts or rounded:
         states += width * 4  # FP32 sums between slices, or ranks
     if budget is not None and count is None and states > budget - weights - activations:
         resident = budget - weights - activations
@@ -278,6 +287,11 @@ class CalibrationPass:
         self._passed = passed
         self._stopped = stopped
         self._rows = batch_rows(setup.device, data.samples, data.sequence_length)
+        self._held_out = [
+            (number, text.input_ids[rows])
+            for number, text in enumerate(setup.held_out)
+            for rows in batch_rows(setup.device, len(text.input_ids), data.sequence_length)
+        ]
         self._layer_nbytes = _layer_nbytes(setup.checkpoint, self._config.num_layers)
         self._heap = HeapTrim()
         self._watch = TokenWatch(
@@ -358,17 +372,23 @@ class CalibrationPass:
         ids = [torch.from_numpy(self._data.input_ids[rows]).flatten() for rows in self._rows]
         hidden = [table[vector] for vector in ids]
         self._watch.look_at_embeddings(hidden)
-        return self._batches(hidden)
+        held_out = [torch.from_numpy(ids_RT).flatten() for _, ids_RT in self._held_out]
+        return self._batches([*hidden, *(table[vector] for vector in held_out)])
 
     def _take_up(self, saved: Saved) -> list[Batch]:
         self._stats = saved.stats
-        self._watch.continue_from(saved.hidden, saved.stats.dropped_rows, saved.stats.dropped_names)
+        hidden, stats = saved.hidden[: len(self._rows)], saved.stats
+        self._watch.continue_from(hidden, stats.dropped_rows, stats.dropped_names)
         return self._batches(saved.hidden)
 
     def _batches(self, hidden: Sequence[torch.Tensor]) -> list[Batch]:
         length = self._data.sequence_length
-        layouts = [SequenceLayout.rectangle(r.stop - r.start, length) for r in self._rows]
-        return [Batch(h_TK=h, layout=each) for h, each in zip(hidden, layouts, strict=True)]
+        sizes: list[tuple[int, int | None]] = [(r.stop - r.start, None) for r in self._rows]
+        sizes += [(len(ids_RT), text) for text, ids_RT in self._held_out]
+        return [
+            Batch(h_TK=h_TK, layout=SequenceLayout.rectangle(rows, length), held_out=text)
+            for h_TK, (rows, text) in zip(hidden, sizes, strict=True)
+        ]
 
     def _saves(self, layer: int) -> bool:
         """Whether the first rank is going to save this layer's state, which takes all batches."""
@@ -378,7 +398,8 @@ class CalibrationPass:
 
     def _finish(self, layer: int, batches: Sequence[Batch], exchange: ExpertExchange) -> None:
         hidden = [batch.h_TK for batch in batches]
-        home = {number: h_TK for number, h_TK in enumerate(hidden) if exchange.mine(number)}
+        observed = enumerate(hidden[: len(self._rows)])
+        home = {number: h_TK for number, h_TK in observed if exchange.mine(number)}
         found = self._ranks.gather((self._collector.take(layer), self._watch.bad_tokens(home)))
         record = combine([theirs for theirs, _ in found])
         self._watch.look(record, {n: bad_RT for _, bad in found for n, bad_RT in bad.items()})

@@ -239,6 +239,7 @@ def _counts(counts: dict[str, Any]) -> list[tuple[str, str]]:
     for key, label, text in (
         ("underflow_blocks", "underflow", "blocks far below their tensor's largest value"),
         ("zero_rows", "zero rows", "rows of zeros"),
+        ("swept_groups", "not by GPTQ", "weights of experts, better swept on held-out text"),
     ):
         if counts.get(key):
             rows.append((label, f"{counts[key]:,} {text}"))

@@ -49,7 +49,8 @@ def finalise(
         copy_file(source.source.path(companion.source), output, companion.target)
     for name, text in known.files.items():
         write_file(output / name, text.encode())
-    write_file(output / "README.md", model_card(plan, origin, known.record).encode())
+    counts = _total_counts(plan, records)
+    write_file(output / "README.md", model_card(plan, origin, known.record, counts).encode())
     write_json(output / INDEX_NAME, build_index(plan))
     if SCHEMES[recipe.format].modelopt:
         write_json(output / "hf_quant_config.json", hf_quant_config(block))

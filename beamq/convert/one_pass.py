@@ -77,7 +77,7 @@ class OnePass(InputScaleProvider):
             checkpoint,
             how,
             ranks,
-            rounds_experts=self._method is not None,
+            rounding=self._method,
             waiting_nbytes=_waiting_nbytes(plan, how.dtype),
             taken_nbytes=factory.device_nbytes,
         )
@@ -113,7 +113,14 @@ class OnePass(InputScaleProvider):
                 streamed = [job for job in jobs if experts is None or not is_rounded(job)]
                 streaming = StreamingConverter(streamed, shards, self._factory, context)
             self.stats = self._calibrate(streaming, experts, context.stopped)
-        self._known = from_statistics(self._plan, self.stats)
+        known = from_statistics(self._plan, self.stats)
+        held_out = [
+            {"name": text.name, "rows": len(text.input_ids), "digest": text.digest}
+            for text in self._setup.held_out
+        ]
+        if held_out:
+            known = replace(known, record={**known.record, "held_out": held_out})
+        self._known = known
         self.calibrated = self._plan.config.num_layers, self._plan.config.num_layers
         return {index for each in (streaming, experts) if each for index in each.done}
 
@@ -347,6 +354,7 @@ class ExpertWriter:
         out = JobWriter(self._writer(job.shard))
         result = out.result
         result.zero_blocks, result.underflow_blocks = rounded.zero_blocks, rounded.underflow_blocks
+        result.swept_groups = int(rounded.swept)
         if rounded.amax == 0.0:
             result.zero_groups.append(job.group)
         first = 0

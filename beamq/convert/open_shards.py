@@ -38,6 +38,7 @@ class JobResult:
     zero_blocks: int = 0
     zero_groups: list[str] = field(default_factory=list)
     zero_rows: int = 0
+    swept_groups: int = 0
 
 
 class TensorSink:
@@ -203,7 +204,9 @@ def _record(writer: ShardWriter, results: Sequence[JobResult]) -> ShardRecord:
     shard, digests = writer.shard, dict[str, str]()
     for result in results:
         digests |= result.tensors
-    summed = ("underflow_blocks", "zero_blocks", "zero_rows")
+    summed = ["underflow_blocks", "zero_blocks", "zero_rows"]
+    if any(result.swept_groups for result in results):
+        summed.append("swept_groups")
     return ShardRecord(
         name=shard.name,
         nbytes=shard.nbytes,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -98,10 +98,14 @@ Work = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(slots=True, kw_only=True)
 class Batch:
-    """Hidden states [T, K] of some packed sequences. Empty while a pass holds the states."""
+    """Hidden states [T, K] of some packed sequences. Empty while a pass holds the states.
+
+    Observers do not see a batch of a held-out text; `held_out` is the text's number.
+    """
 
     h_TK: torch.Tensor
     layout: SequenceLayout
+    held_out: int | None = None
 
 
 class HiddenStates:
@@ -174,15 +178,19 @@ class LayerExperts:
     """A sparse layer after all batches have passed its experts, as a `PostLayerHook` sees it.
 
     `parts()` gives this process's experts in ascending order, whole or in slices; `inputs()` gives
-    each batch's input of the experts [T, K] with its `Dispatch`. Both start anew at each call.
-    `rows_E` is how many rows each of the layer's experts reads, at whichever process it is.
+    each batch's input of the experts [T, K] with its `Dispatch`; `held_out()` gives the same of
+    the batches of held-out texts, each with its text's number. All start anew at each call.
+    `rows_E` is how many rows each of the layer's experts reads, at whichever process it is, without
+    held-out ones.
     `exchange` reaches the other processes in the order of experts.
     """
 
     layer: int
     parts: Callable[[], Iterable[ExpertSlice]]
     inputs: Callable[[], Iterator[tuple[torch.Tensor, Dispatch]]]
+    held_out: Callable[[], Iterator[tuple[int, torch.Tensor, Dispatch]]]
     rows_E: tuple[int, ...]
+    held_out_texts: int
     exchange: ExpertExchange
     device: torch.device
 
@@ -232,6 +240,7 @@ class LayerPass:
             gemm=gemm,
             observers=tuple(observers),
         )
+        self._unobserved = replace(self._context, observers=())
         self._buffer = OffloadBuffer(device, resident_bytes)
         self._exchange = exchange or ExpertExchange(config)
         self._batches = batches
@@ -275,9 +284,12 @@ class LayerPass:
             else:
                 self.states.update(
                     lambda number, h_TK: decoder_layer(
-                        h_TK, weights, self._batches[number].layout, self._context
+                        h_TK, weights, self._batches[number].layout, self._context_of(number)
                     )
                 )
+
+    def _context_of(self, number: int) -> PassContext:
+        return self._context if self._batches[number].held_out is None else self._unobserved
 
     def _sliced(self, weights: LayerWeights, mlp: SparseMlp, hook: PostLayerHook | None) -> None:
         """A sparse layer, slices of experts outside and batches inside."""
@@ -305,9 +317,10 @@ class LayerPass:
         chosen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
         def routed(number: int, h_TK: torch.Tensor) -> torch.Tensor:
-            h_TK = attention_half(h_TK, weights, self._batches[number].layout, self._context)
+            context = self._context_of(number)
+            h_TK = attention_half(h_TK, weights, self._batches[number].layout, context)
             x_TK = mlp_input(h_TK, weights, self._config)
-            routing = choose(x_TK, mlp.router, self._context, weights.index)
+            routing = choose(x_TK, mlp.router, context, weights.index)
             chosen[number] = routing.experts_Tk.contiguous(), routing.weights_Tk.contiguous()
             return h_TK
 
@@ -336,18 +349,28 @@ class LayerPass:
         def parts() -> Iterable[ExpertSlice]:
             return self._stream.experts_again(weights.index) if whole is None else whole
 
+        observed = [number for number, each in enumerate(self._batches) if each.held_out is None]
+
         def inputs() -> Iterator[tuple[torch.Tensor, Dispatch]]:
-            for number, plan in enumerate(plans):
-                yield mlp_input(self.states.get(number), weights, self._config), plan
+            for number in observed:
+                yield mlp_input(self.states.get(number), weights, self._config), plans[number]
+
+        def held_out() -> Iterator[tuple[int, torch.Tensor, Dispatch]]:
+            for number, batch in enumerate(self._batches):
+                if batch.held_out is not None:
+                    x_TK = mlp_input(self.states.get(number), weights, self._config)
+                    yield batch.held_out, x_TK, plans[number]
 
         return LayerExperts(
             layer=weights.index,
             parts=parts,
             inputs=inputs,
+            held_out=held_out,
             rows_E=tuple(
-                sum(plan.offsets[expert + 1] - plan.offsets[expert] for plan in plans)
+                sum(plans[n].offsets[expert + 1] - plans[n].offsets[expert] for n in observed)
                 for expert in range(self._config.num_experts)
             ),
+            held_out_texts=1 + max((each.held_out or 0 for each in self._batches), default=0),
             exchange=self._exchange,
             device=self._stream.loader.device,
         )
@@ -366,7 +389,7 @@ class LayerPass:
                 if part.first == own.start:
                     exchange.receive(sum_TK)
                 x_TK = mlp_input(self.states.get(number), weights, self._config)
-                add_slice(sum_TK, x_TK, plan, part, self._context, weights.index)
+                add_slice(sum_TK, x_TK, plan, part, self._context_of(number), weights.index)
                 del x_TK
                 if part.first + part.count == own.stop:
                     exchange.send(sum_TK)

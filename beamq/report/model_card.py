@@ -286,8 +286,14 @@ COMPARISON_END = "<!-- beamq: end of comparison -->"
 _COMPARISON = re.compile(f"{COMPARISON_BEGIN}.*?{COMPARISON_END}", re.DOTALL)
 
 
-def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> str:
-    """The card as Markdown with YAML front matter, by the template `card.md`."""
+def model_card(
+    plan: Plan,
+    origin: Origin,
+    input_scales: Mapping[str, Any],
+    counts: Mapping[str, Any] | None = None,
+) -> str:
+    """The card as Markdown with YAML front matter, by the template `card.md`. `counts` are those of
+    the conversion, as in `beamq.json`."""
     import yaml  # only where a card is written
 
     fmt = plan.recipe.format
@@ -307,6 +313,7 @@ def model_card(plan: Plan, origin: Origin, input_scales: Mapping[str, Any]) -> s
         scales=_SCALES_TEXTS.get(plan.recipe.scales),
         method=_METHOD_TEXTS.get(plan.recipe.expert_method or ""),
         spared=_spared(plan),
+        swept=(counts or {}).get("swept_groups", 0),
         record=input_scales,
         sources=_source_table(input_scales),
         coverage=coverage if isinstance(coverage, Mapping) else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,15 @@ from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
 from beamq.calib import expert_rounding
-from beamq.calib.expert_rounding import ExpertRounding, RoundingRequest
-from beamq.io.checkpoint import open_checkpoint
+from beamq.calib.expert_rounding import (
+    GROUPS,
+    ExpertRounding,
+    Group,
+    RoundedGroup,
+    RoundingRequest,
+)
+from beamq.formats.nvfp4 import dequantize, quantize
+from beamq.io.checkpoint import Checkpoint, open_checkpoint
 from beamq.model.context import SequenceLayout
 from beamq.model.forward import Batch, LayerPass
 from beamq.model.gemm.select import select_gemm
@@ -77,6 +85,77 @@ class Inputs:
         return np.stack(found)
 
 
+def round_layer(
+    checkpoint: Checkpoint,
+    theirs: Inputs,
+    texts: Sequence[tuple[torch.Tensor, int | None]],
+    *,
+    method: str = "gptq",
+) -> dict[Group, RoundedGroup]:
+    """Round `LAYER` by the rows of `texts`, each with the number of a held-out text or None."""
+    config, written = BeamConfig.from_dict(checkpoint.config), dict[Group, RoundedGroup]()
+    request = RoundingRequest(
+        wanted={LAYER: {(e, g) for e in range(config.num_experts) for g in GROUPS}},
+        method=method,
+        headroom=theirs.headroom,
+        write=lambda _, group, rounded: written.update({group: rounded}),
+        stopped=lambda: False,
+    )
+    gemm = select_gemm("reference")
+    hook = ExpertRounding(request, config, gemm, lambda _, group: float(theirs.amax(group)))
+    loader = LayerLoader(checkpoint, config, dtype=FP32, device=torch.device("cpu"))
+    batches = [
+        Batch(h_TK=state, layout=SequenceLayout.rectangle(*ids.shape), held_out=number)
+        for ids, number in texts
+        for state in embed(loader, [ids.flatten()])
+    ]
+    LayerPass(LayerStream(loader), batches, gemm=gemm, hook=hook).run()
+    return written
+
+
+def decoded(rounded: RoundedGroup) -> NDArray[np.float64]:
+    """[N, K], by the definition of NVFP4."""
+    codes = rounded.codes.numpy()
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    values = E2M1[nibbles & 7] * np.where(nibbles & 8, -1, 1)
+    scales = E4M3[rounded.block_scale.numpy()].repeat(16, axis=1)
+    return np.asarray(values * scales * rounded.global_scale, dtype=np.float64)
+
+
+def test_the_sweep_stays_where_gptq_is_worse_on_a_held_out_text(tmp_path: Path) -> None:
+    """Of each expert's weights, by the second moments of transformers' own inputs."""
+    path = random_beam(tmp_path, sliding_window=64)
+    checkpoint = open_checkpoint(path)
+    experts = BeamConfig.from_dict(checkpoint.config).num_experts
+    ids, others = token_ids(ROWS, LENGTH, 96), [token_ids(1, LENGTH, 96, seed=s) for s in (5, 6)]
+    theirs = Inputs(path, ids, experts, 1)
+    held_out = [Inputs(path, each, experts, 1) for each in others]
+    alone = round_layer(checkpoint, theirs, [(ids, None)])
+    assert not any(rounded.swept for rounded in alone.values())
+    guarded = round_layer(checkpoint, theirs, [(others[0], 0), (ids, None), (others[1], 1)])
+
+    names = {"gate_up": "gate_up_proj", "down_proj": "down_proj"}
+    module = hf_model(path, FP32, experts_implementation="eager").model.layers[LAYER].mlp.experts
+    swept = 0
+    for (expert, group), rounded in guarded.items():
+        gptq = alone[expert, group]
+        w_NK = getattr(module, names[group])[expert].detach()
+        sweep = quantize(w_NK, gptq.global_scale, scale_rule="sweep")
+        candidates = decoded(gptq), dequantize(sweep, FP32).double().numpy()
+        scale, losses = theirs.amax(group) / np.float32(2688), []
+        for text in held_out:
+            x = served(text.by_expert[group][expert], scale).astype(np.float64)
+            errors = (each - w_NK.double().numpy() for each in candidates)
+            losses.append([np.trace(error @ (x.T @ x) @ error.T) for error in errors])
+        if any(0 < abs(a - b) < 1e-3 * max(a, b) for a, b in losses):
+            continue  # an activation on the edge between two codes may decide
+        worse = any(ours > its for ours, its in losses)
+        assert rounded.swept == worse, (expert, group, losses)
+        assert torch.equal(rounded.codes, sweep.codes if worse else gptq.codes)
+        swept += worse
+    assert 0 < swept < len(guarded)
+
+
 @pytest.mark.parametrize(
     ("full", "headroom"), [(True, 1), (True, 64), (False, 2)], ids=["gptq", "wide", "second-moment"]
 )
@@ -101,19 +180,7 @@ def test_moments_are_those_of_the_inputs_as_served(
         return found[-1].clone()
 
     monkeypatch.setattr(expert_rounding.ExpertMoments, "of", of)
-    request = RoundingRequest(
-        wanted={LAYER: {(e, g) for e in range(config.num_experts) for g in expert_rounding.GROUPS}},
-        method="gptq" if full else "second-moment",
-        headroom=headroom,
-        write=lambda *_: None,
-        stopped=lambda: False,
-    )
-    gemm = select_gemm("reference")
-    hook = ExpertRounding(request, config, gemm, lambda _, group: float(theirs.amax(group)))
-    loader = LayerLoader(checkpoint, config, dtype=FP32, device=torch.device("cpu"))
-    (state,) = embed(loader, [ids.flatten()])
-    batch = Batch(h_TK=state, layout=SequenceLayout.rectangle(ROWS, LENGTH))
-    LayerPass(LayerStream(loader), [batch], gemm=gemm, hook=hook).run()
+    round_layer(checkpoint, theirs, [(ids, None)], method="gptq" if full else "second-moment")
 
     assert len(found) == 2
     for group, ours in zip(expert_rounding.GROUPS, found, strict=True):
