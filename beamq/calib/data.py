@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import platform
 import random
-import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,111 +33,24 @@ from beamq.calib.documents import (
     DataSpec,
     Document,
     SourceLog,
+    Split,
     documents,
     in_pieces,
     parse_spec,
+    row_texts,
 )
-from beamq.errors import CalibrationError, MissingDependencyError, UsageError, counted
+from beamq.calib.presets import LARGE, PRESETS, PublicFile, default_text, public_rows, side
+from beamq.errors import (
+    CalibrationError,
+    HubError,
+    HubUnreachableError,
+    MissingDependencyError,
+    UsageError,
+    counted,
+)
+from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import read_json_object
-
-# The default text: sources of Python's standard library, as the running Python has them.
-#
-# Beam is for code, every machine that runs beamq has these files, and nothing need be downloaded.
-# Odd positions of the sorted list calibrate, even ones evaluate, so that a comparison on the
-# default text never judges a checkpoint by text it was calibrated on. A module keeps its side
-# even where another is missing. The list holds for Python 3.11 to 3.13, some 3.5 MB or a million
-# tokens for each half, without tests, tables and packages that distributions split off. The text
-# differs between Python versions: the description names the version, the digest shows it.
-
-Split = Literal["calibration", "evaluation"]
-
-_NAMES = """
-__future__ _collections_abc _markupbase _pydecimal _pyio _strptime _threading_local _weakrefset
-abc argparse ast asyncio.base_events asyncio.base_subprocess asyncio.events asyncio.futures
-asyncio.locks asyncio.proactor_events asyncio.protocols asyncio.queues asyncio.runners
-asyncio.selector_events asyncio.sslproto asyncio.staggered asyncio.streams asyncio.subprocess
-asyncio.taskgroups asyncio.tasks asyncio.timeouts asyncio.transports asyncio.unix_events
-asyncio.windows_events asyncio.windows_utils base64 bdb bz2 cProfile calendar cmd code codecs
-codeop collections colorsys compileall concurrent.futures._base concurrent.futures.process
-concurrent.futures.thread configparser contextlib copy copyreg csv ctypes ctypes.util dataclasses
-dbm dbm.dumb difflib dis doctest email._encoded_words email._header_value_parser
-email._parseaddr email._policybase email.charset email.contentmanager email.feedparser
-email.generator email.header email.headerregistry email.message email.parser email.policy
-email.quoprimime email.utils enum filecmp fileinput fnmatch fractions ftplib functools genericpath
-getopt getpass gettext glob graphlib gzip hashlib heapq hmac html html.parser http http.client
-http.cookiejar http.cookies http.server imaplib importlib importlib._bootstrap
-importlib._bootstrap_external importlib.metadata importlib.util inspect io ipaddress json
-json.decoder json.encoder linecache locale logging logging.config logging.handlers lzma mailbox
-mimetypes modulefinder multiprocessing.connection multiprocessing.context
-multiprocessing.forkserver multiprocessing.heap multiprocessing.managers multiprocessing.pool
-multiprocessing.process multiprocessing.queues multiprocessing.reduction
-multiprocessing.resource_sharer multiprocessing.resource_tracker multiprocessing.shared_memory
-multiprocessing.sharedctypes multiprocessing.spawn multiprocessing.synchronize
-multiprocessing.util netrc ntpath numbers operator optparse os pathlib pdb pickle pickletools
-pkgutil platform plistlib poplib posixpath pprint profile pstats pty py_compile pyclbr pydoc queue
-quopri random re re._compiler re._parser reprlib rlcompleter runpy sched selectors shelve shlex
-shutil site smtplib socket socketserver ssl stat statistics string subprocess symtable sysconfig
-tabnanny tarfile tempfile textwrap threading timeit tokenize tomllib._parser trace traceback
-tracemalloc types typing unittest.async_case unittest.case unittest.loader unittest.main
-unittest.mock unittest.result unittest.runner unittest.suite unittest.util urllib.parse
-urllib.request urllib.robotparser uuid warnings wave weakref webbrowser wsgiref.handlers
-wsgiref.headers wsgiref.simple_server wsgiref.util wsgiref.validate xml.dom.expatbuilder
-xml.dom.minidom xml.dom.pulldom xml.dom.xmlbuilder xml.etree.ElementPath xml.etree.ElementTree
-xml.sax.expatreader xml.sax.handler xml.sax.saxutils xml.sax.xmlreader xmlrpc.client xmlrpc.server
-zipapp zipfile zipimport zoneinfo._common zoneinfo._tzpath zoneinfo._zoneinfo
-"""
-MODULES: tuple[str, ...] = tuple(_NAMES.split())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DefaultText:
-    """`texts` maps a module's name to its source; records show `description`."""
-
-    description: str
-    texts: dict[str, str]
-
-    def digests(self) -> frozenset[str]:
-        """SHA-256 of each source, to test that two texts have no file in common."""
-        return frozenset(
-            hashlib.sha256(text.encode("utf-8")).hexdigest() for text in self.texts.values()
-        )
-
-
-def split_modules(split: Split) -> tuple[str, ...]:
-    """Names of one half: odd positions of the list calibrate, even ones evaluate."""
-    return MODULES[1::2] if split == "calibration" else MODULES[0::2]
-
-
-def default_text(split: Split = "calibration", *, root: Path | None = None) -> DefaultText:
-    """Read one half of the list from `root`, by default the running Python's library.
-
-    Raises `CalibrationError` if fewer than half of the sources exist, as in a Python whose library
-    is zipped or compiled.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    wanted = split_modules(split)
-    texts = {name: text for name in wanted if (text := _source(root, name)) is not None}
-    if 2 * len(texts) < len(wanted):
-        raise CalibrationError(
-            f"default calibration text: {len(texts)} of {len(wanted)} standard-library sources"
-            " found; this Python ships without them. Pass --data"
-        )
-    return DefaultText(
-        description=f"Python {platform.python_version()} standard library, {len(texts)} files"
-        f" ({split} half)",
-        texts=texts,
-    )
-
-
-def _source(root: Path, module: str) -> str | None:
-    """A module's source; some are a file in one Python and a package in the next."""
-    path = root.joinpath(*module.split("."))
-    for candidate in (path.with_name(path.name + ".py"), path / "__init__.py"):
-        try:
-            return candidate.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-    return None
+from beamq.ranks import Ranks
 
 
 class CheckpointTokenizer:
@@ -176,6 +88,9 @@ class CheckpointTokenizer:
         vocabulary = model.get("vocab_size")
         self._vocab_size = vocabulary if isinstance(vocabulary, int) else None
         self.separator = self._separator(model)
+        settings = _optional_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        self.has_chat_template = bool(settings.get("chat_template")) or template.is_file()
 
     def encode(self, text: Document) -> NDArray[np.int64]:
         """Token ids [T] of a text, without special tokens around it; ids stay as they are."""
@@ -352,18 +267,82 @@ def load_calibration_data(
         raise UsageError(
             f"samples ({samples}) and sequence length ({sequence_length}) must be at least 1"
         )
-    parsed = [parse_spec(spec) for spec in specs]
     tokenizer = CheckpointTokenizer(tokenizer_path)
     piece = max(MIN_PIECE, PIECE_PER_TOKEN * sequence_length)
-    quotas = shares([spec.weight for spec in parsed] or [1.0], samples * sequence_length)
-    if parsed:
-        drawn = [
-            _draw(spec, tokenizer, quota, seed=f"{seed}:{position}", piece=piece)
-            for position, (spec, quota) in enumerate(zip(parsed, quotas, strict=True))
-        ]
-    else:
-        drawn = [_draw_default(split, tokenizer, quotas[0], seed=f"{seed}:0", piece=piece)]
+    sources = [source for spec in specs or ("stdlib",) for source in _sources(spec, tokenizer)]
+    quotas = shares([source.weight for source in sources], samples * sequence_length)
+    drawn = [
+        _draw(source, tokenizer, quota, split=split, seed=f"{seed}:{position}", piece=piece)
+        for position, (source, quota) in enumerate(zip(sources, quotas, strict=True))
+    ]
     return _packed(drawn, samples=samples, sequence_length=sequence_length, seed=seed)
+
+
+def load_text(
+    specs: Sequence[str],
+    checkpoint: Checkpoint,
+    *,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    split: Split = "calibration",
+    ranks: Ranks | None = None,
+) -> CalibrationData:
+    """`load_calibration_data`, with the default of the model's size where `specs` is empty.
+
+    Models of more than `LARGE` parameters get the preset `general`; where it cannot be read, a note
+    says why, and the text is that of small models. All `ranks` take the same one.
+    """
+    load = partial(
+        load_calibration_data,
+        tokenizer_path=checkpoint.root,
+        samples=samples,
+        sequence_length=sequence_length,
+        seed=seed,
+        split=split,
+    )
+    if specs or sum(math.prod(each.shape) for each in checkpoint.tensors.values()) <= LARGE:
+        return load(specs)
+    found, why = None, ""
+    try:
+        found = load(("general",))
+    except (HubError, HubUnreachableError, CalibrationError, MissingDependencyError) as fault:
+        why = str(fault)
+    reasons = [why] if ranks is None else ranks.gather(why)
+    if found is not None and not any(reasons):
+        return found
+    note = (
+        "the text is Python's standard library, because the preset `general` could not be read:"
+        f" {next(filter(None, reasons))} (--data general stops instead)"
+    )
+    plain = load(())
+    return replace(plain, notes=(note, *plain.notes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A `--data`, or one file of a preset (`part`)."""
+
+    spec: DataSpec
+    weight: float
+    part: PublicFile | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name if self.part is None else self.part.name
+
+
+def _sources(text: str, tokenizer: CheckpointTokenizer) -> list[_Source]:
+    """A preset's files share its weight; conversations need a chat template."""
+    spec = parse_spec(text)
+    parts = PRESETS[spec.name] if spec.kind == "preset" else ()
+    parts = tuple(part for part in parts if tokenizer.has_chat_template or not part.chat)
+    if not parts:
+        return [_Source(spec=spec, weight=spec.weight)]
+    whole = math.fsum(part.weight for part in parts)
+    return [
+        _Source(spec=spec, weight=spec.weight * part.weight / whole, part=part) for part in parts
+    ]
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
@@ -378,40 +357,43 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
 
 
 def _draw(
-    spec: DataSpec, tokenizer: CheckpointTokenizer, quota: int, *, seed: str, piece: int
+    source: _Source,
+    tokenizer: CheckpointTokenizer,
+    quota: int,
+    *,
+    split: Split,
+    seed: str,
+    piece: int,
 ) -> _Drawn:
-    log = SourceLog()
-    texts = documents(spec, seed=seed, piece=piece, render=tokenizer.render, log=log)
+    log, name = SourceLog(), source.name
+    kind: str = source.spec.kind
+    rng = random.Random(seed)
+    if source.part is not None:
+        rows = row_texts(public_rows(source.part, rng), tokenizer.render, log)
+        texts = in_pieces((t for t in rows if side(t) == split), piece=piece, rng=rng, log=log)
+        log.files = 1
+    elif kind == "preset":
+        default = default_text(split)
+        name, kind, log.files = default.description, "standard library", len(default.texts)
+        texts = iter(default.pieces(piece, rng))
+    else:
+        spec = source.spec
+        texts = documents(spec, seed=seed, piece=piece, render=tokenizer.render, log=log)
     taken = list(_tokens(texts, tokenizer, quota))
     notes = [
-        f"{spec.name}: skipped {count} {reason} (first: {log.examples[reason]})"
+        f"{name}: skipped {count} {reason} (first: {log.examples[reason]})"
         for reason, count in log.skipped.items()
     ]
     if log.cut:
         notes.append(
-            f"{spec.name}: {counted(log.cut, 'document')} of more than {2 * piece:,} characters"
+            f"{name}: {counted(log.cut, 'document')} of more than {2 * piece:,} characters"
             f" were read in pieces of about {piece:,}"
         )
     if not taken and quota:
         why = f"; {'; '.join(notes)}" if notes else ""
-        raise CalibrationError(f"--data {spec.text}: no text found{why}")
-    record = _record(taken, spec.name, spec.kind, quota, weight=spec.weight, log=log)
+        raise CalibrationError(f"--data {source.spec.text}: no text found in {name}{why}")
+    record = _record(taken, name, kind, quota, weight=source.weight, log=log)
     return _Drawn(documents=taken, record=record, notes=notes)
-
-
-def _draw_default(
-    split: Split, tokenizer: CheckpointTokenizer, quota: int, *, seed: str, piece: int
-) -> _Drawn:
-    default = default_text(split)
-    rng = random.Random(seed)
-    texts = [
-        part for text in default.texts.values() for part in in_pieces([text], piece=piece, rng=rng)
-    ]
-    rng.shuffle(texts)
-    taken = list(_tokens(iter(texts), tokenizer, quota))
-    log = SourceLog(files=len(default.texts))
-    record = _record(taken, default.description, "standard library", quota, weight=1.0, log=log)
-    return _Drawn(documents=taken, record=record, notes=[])
 
 
 def _tokens(

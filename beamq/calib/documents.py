@@ -10,7 +10,8 @@ folder are shuffled, then read one by one until the caller has enough. A corpus 
 what is used of it, and one long file cannot crowd out the others. A text file gives pieces of a few
 rows of tokens, cut at line ends, each a document of its own.
 
-    DATA          file | folder | dataset            then optionally `:WEIGHT`
+    DATA          file | folder | dataset | preset   then optionally `:WEIGHT`
+    preset        general | code | stdlib            see calib/presets.py
     dataset       owner/name[,config=C][,split=S][,revision=R]     on the Hugging Face Hub
 
 A name that exists on disk is a path, even if it looks otherwise (`odd:0.5`). Folders are read
@@ -54,6 +55,7 @@ from beamq.io.hub_call import hub_call
 
 # `datasets` and `pyarrow` are imported where they are used: 0.2 to 1 s, and most runs need neither.
 
+PRESET_NAMES = ("general", "code", "stdlib")
 COLUMNS = ("text", "messages", "conversations", "prompt", "input_ids")
 READ_COLUMNS = (*COLUMNS, "completion", "tools")
 SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant", "observation": "tool"}
@@ -62,6 +64,7 @@ SHUFFLE_BUFFER_ROWS = 1024
 LOOK_UP_SECONDS = 10.0
 
 Document = str | list[int]
+Split = Literal["calibration", "evaluation"]
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str | None]
 Skip = Callable[[str, str], None]
 
@@ -370,7 +373,7 @@ class DataSpec:
     """One `--data`. Records show `name`, which is never a path: paths are private to the user."""
 
     text: str
-    kind: Literal["file", "folder", "hub"]
+    kind: Literal["file", "folder", "hub", "preset"]
     name: str
     weight: float
     path: Path | None = None
@@ -417,6 +420,8 @@ def parse_spec(text: str) -> DataSpec:
     name, weight = _split_weight(text)
     if user_path(name).exists():
         return _path_spec(text, name, weight)
+    if name in PRESET_NAMES:
+        return DataSpec(text=text, kind="preset", name=name, weight=weight)
     found = _HUB.fullmatch(name)
     if found is None or _looks_like_path(name):
         raise CalibrationError(
@@ -495,7 +500,7 @@ def documents(
     rng = random.Random(seed)
     if spec.path is None:
         found = hub_rows(spec.name, dict(spec.options), seed=rng.getrandbits(31))
-        return in_pieces(_row_texts(found, render, log), piece=piece, rng=rng, log=log)
+        return in_pieces(row_texts(found, render, log), piece=piece, rng=rng, log=log)
     files = [spec.path] if spec.kind == "file" else _walk(spec)
     log.files = len(files)
     units = [unit for path in files for unit in _units(path, piece, spec.kind == "file")]
@@ -551,16 +556,16 @@ def _unit_texts(
     for unit in units:
         try:
             if unit.stop < 0:
-                yield from _row_texts(streamed_rows(unit.path, rng), render, log)
+                yield from row_texts(streamed_rows(unit.path, rng), render, log)
             elif _kind(unit.path) in TEXT_SUFFIXES:
                 yield from _text_piece(unit, log)
             elif _kind(unit.path) == ".jsonl":
                 block = jsonl_rows(unit.path, unit.start, unit.stop)
                 rng.shuffle(block)
-                yield from _row_texts(block, render, log)
+                yield from row_texts(block, render, log)
             else:
                 group = parquet_rows(unit.path, unit.start, rng)
-                yield from _row_texts(group, render, log)
+                yield from row_texts(group, render, log)
         except OSError as fault:
             raise _unreadable(unit.path, fault) from fault
 
@@ -569,7 +574,8 @@ def _unreadable(path: object, fault: OSError) -> CalibrationError:
     return CalibrationError(f"{path}: cannot be read: {fault.strerror or fault}")
 
 
-def _row_texts(found: Iterable[Row], render: Render, log: SourceLog) -> Iterator[Document]:
+def row_texts(found: Iterable[Row], render: Render, log: SourceLog) -> Iterator[Document]:
+    """The rows' documents."""
     for row in found:
         text = document_of(row, render=render, skip=log.skip)
         if text is not None:

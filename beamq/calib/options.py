@@ -29,10 +29,10 @@ DTYPES = ("bfloat16", "float32")
 DEFAULT_SIZE = {"cuda": (256, 2048), "cpu": (128, 512)}
 
 DATA = Flag(
-    "Text: a file, a folder, .jsonl, .parquet or a dataset id; D:0.3 gives it weight"
-    " 0.3. May be repeated.",
+    "Text: a preset (general, code, stdlib), a file, a folder, .jsonl, .parquet or a dataset"
+    " id; D:0.3 gives it weight 0.3. May be repeated.",
     metavar="D",
-    shown="Python's standard library",
+    shown="general above 20B parameters, else stdlib",
     many=True,
     also="str | Path | Sequence[Path]",
 )

@@ -32,7 +32,7 @@ from beamq import limits
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import classify
 from beamq.calib.collector import Collector, LayerPace, TokenWatch, combine
-from beamq.calib.data import load_calibration_data
+from beamq.calib.data import load_text
 from beamq.calib.expert_rounding import ExpertRounding, RoundingRequest, rounding_nbytes
 from beamq.calib.held_out import HeldOutText, held_out_texts
 from beamq.calib.options import CalibrationOptions
@@ -84,12 +84,13 @@ class CalibrationSetup:
         self.ranks = ranks
         self.device: torch.device = choose_device(options.device, ranks)
         samples, length = options.size(self.device.type, checkpoint.config)
-        self.data = load_calibration_data(
+        self.data = load_text(
             options.data,
-            checkpoint.root,
+            checkpoint,
             samples=samples,
             sequence_length=length,
             seed=options.seed,
+            ranks=ranks,
         )
         self.held_out: tuple[HeldOutText, ...] = ()
         if rounding == "gptq":

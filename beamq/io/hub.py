@@ -13,10 +13,10 @@ serves instead. A file that is in the cache is never fetched again and never del
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from beamq.errors import (
     CheckpointError,
@@ -125,13 +125,15 @@ def hub_source(source: str | Path) -> HubId | None:
 class HubRepo:
     """One commit of a repository. `files` maps every path in it to its bytes.
 
-    `snapshot` is the folder in the Hub cache that serves it offline, else None.
+    `snapshot` is the folder in the Hub cache that serves it offline, else None. `kind` says whether
+    it is a model or a dataset.
     """
 
     asked: HubId
     commit: str
     files: Mapping[str, int] = field(repr=False)
     snapshot: Path | None = None
+    kind: Literal["model", "dataset"] = "model"
 
     @property
     def name(self) -> str:
@@ -144,7 +146,9 @@ class HubRepo:
 
         if self.snapshot is not None:
             return self.snapshot / file if file in self.files else None
-        found = try_to_load_from_cache(self.asked.repo, file, revision=self.commit)
+        found = try_to_load_from_cache(
+            self.asked.repo, file, revision=self.commit, repo_type=self.kind
+        )
         if not isinstance(found, str) or Path(found).stat().st_size != self.files[file]:
             return None
         return Path(found)
@@ -184,7 +188,8 @@ class HubRepo:
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-        url = hf_hub_url(self.asked.repo, file, revision=self.commit, endpoint=constants.ENDPOINT)
+        where = {"revision": self.commit, "endpoint": constants.ENDPOINT}
+        url = hf_hub_url(self.asked.repo, file, repo_type=self.kind, **where)
         headers = build_hf_headers(library_name="beamq", library_version=__version__)
         headers["Range"] = f"bytes={start}-{start + nbytes - 1}"
         headers["Accept-Encoding"] = "identity"
@@ -270,6 +275,35 @@ def open_repo(asked: HubId) -> HubRepo:
     )
     files = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
     return HubRepo(asked=asked, commit=commit, files=_safe(asked, files))
+
+
+LOOK_UP_ATTEMPTS = 2
+
+
+def dataset_files(repo: str, commit: str, paths: Sequence[str]) -> HubRepo:
+    """Some files of a dataset at one commit; nothing else of it is listed.
+
+    Raises `HubError` where one is not there, and `HubUnreachableError` soon: whoever asks has
+    another text at hand.
+    """
+    check_settings()
+    from huggingface_hub import HfApi, constants
+
+    asked = HubId(repo=repo, revision=commit)
+    if constants.is_offline_mode():
+        raise HubUnreachableError(f"datasets/{asked}: {offline_by()} is set; unset it")
+    api = HfApi(endpoint=constants.ENDPOINT, library_name="beamq", library_version=__version__)
+    entries = hub_call(
+        f"datasets/{asked}",
+        "looking up its files",
+        lambda: api.get_paths_info(repo, list(paths), revision=commit, repo_type="dataset"),
+        attempts=LOOK_UP_ATTEMPTS,
+    )
+    files = {entry.path: entry.size for entry in entries if hasattr(entry, "size")}
+    missing = sorted(set(paths) - set(files))
+    if missing:
+        raise HubError(f"datasets/{asked}: has no {missing[0]}; give --data of your own")
+    return HubRepo(asked=asked, commit=commit, files=files, kind="dataset")
 
 
 def _safe(asked: HubId, files: dict[str, int]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """A small Hub on the loopback interface: the endpoints that beamq reaches through huggingface_hub.
 
-Look-up, tree listing in pages, `resolve` with range requests and the redirect of large files,
+Look-up, tree listing in pages, sizes of named files of a dataset (its name here begins with
+`datasets/`), `resolve` with range requests and the redirect of large files,
 creation of repositories and branches, preupload, LFS batch, upload, verification, commit. It
 speaks LFS, not Xet (clients set HF_HUB_DISABLE_XET).
 
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -335,8 +336,19 @@ class _Handler(BaseHTTPRequestHandler):
         return repo
 
     def dataset(self, name: str) -> None:
-        """This server has none."""
+        """What `datasets` would need is not there."""
         raise _Answer(404 if self.token else 401, "RepoNotFound", f"Dataset {name} not found")
+
+    def paths_info(self, name: str, revision: str, body: bytes) -> None:
+        _, files = self._tree(name, revision)
+        asked = [path for path in parse_qs(body.decode())["paths"] if path in files]
+        sizes = [(path, files[path]) for path in asked]
+        self._json(
+            [
+                {"type": "file", "path": path, "size": len(blob.data), "oid": blob.oid}
+                for path, blob in sizes
+            ]
+        )
 
     def _tree(self, name: str, revision: str) -> tuple[str, dict[str, Blob]]:
         repo = self._repo(name)
@@ -506,10 +518,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"commitUrl": f"{self.hub.endpoint}/{name}/commit/{sha}", "commitOid": sha})
 
 
-_NAME = r"([^/]+/[^/]+)"
+_PLAIN = r"[^/]+/[^/]+"
+_NAME = f"({_PLAIN})"
 _ROUTES: tuple[tuple[tuple[str, ...], str, Any], ...] = (
     (("GET",), rf"/api/models/{_NAME}()", lambda s, n, r, body: s.info(n, None, body)),
     (("GET",), r"/api/datasets/(.+)", lambda s, n, body: s.dataset(n)),
+    (("POST",), rf"/api/(datasets/{_PLAIN})/paths-info/(.+)", _Handler.paths_info),
+    (("GET", "HEAD"), rf"/(datasets/{_PLAIN})/resolve/([^/]+)/(.+)", _Handler.resolve),
     (("GET",), rf"/api/models/{_NAME}/revision/(.+)", _Handler.info),
     (("GET",), rf"/api/models/{_NAME}/tree/(.+)", _Handler.tree),
     (("GET", "HEAD"), rf"/{_NAME}/resolve/([^/]+)/(.+)", _Handler.resolve),

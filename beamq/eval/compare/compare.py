@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from beamq.adapter.merged import open_merged
 from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.beam.config import BeamConfig
-from beamq.calib.data import default_text, ids_digest, load_calibration_data
+from beamq.calib.data import ids_digest, load_text
 from beamq.calib.options import TextKeywords
+from beamq.calib.presets import default_text
 from beamq.devices import choose_device
 from beamq.errors import BeamqError, UsageError, shown_value
 from beamq.eval.compare.adapter_effect import adapter_effects, effect_notes
@@ -178,16 +179,15 @@ def _text_of(
 def read_text(
     checkpoint: Checkpoint, data: Sequence[str], size: tuple[int, int], seed: int
 ) -> tuple[NDArray[int64], dict[str, Any]]:
-    """Token ids [S, T], with `size` (S, T), of `data` or of the half of the default text that
-    calibration does not use; and their record, with notes on how they were read. Raises
-    `UsageError` for rows of one token, `CalibrationError` for data."""
+    """Token ids [S, T], with `size` (S, T), of `data` or of the default text; and their record,
+    with notes on how they were read. Of presets these are the documents that calibration does not
+    use. Raises `UsageError` for rows of one token, `CalibrationError` for data."""
     samples, length = size
     if length < 2:
         raise UsageError(f"sequence length is {length}, expected at least 2 to predict a token")
-    read = load_calibration_data(
-        data, checkpoint.root, samples=samples, sequence_length=length, seed=seed,
-        split="evaluation",
-    )  # fmt: skip
+    read = load_text(
+        data, checkpoint, samples=samples, sequence_length=length, seed=seed, split="evaluation"
+    )
     description = ", ".join(source.name for source in read.sources)
     record = {"description": description, **read.to_dict(), "notes": list(read.notes)}
     return read.input_ids, record
@@ -226,6 +226,8 @@ def overlap_notes(manifest: Manifest | None, record: Mapping[str, Any]) -> list[
         halves = [default_text(split).digests() for split in ("calibration", "evaluation")]
         if not halves[0] & halves[1]:
             return ["calibrated on the other half of the default text; no file is in both halves"]
+    if ours and theirs and all(each.get("kind") == "preset" for each in [*ours, *theirs]):
+        return ["calibrated on public datasets; none of the documents it may see is in this text"]
     return ["calibrated on other data, which may share documents with this text"]
 
 

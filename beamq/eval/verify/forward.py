@@ -20,7 +20,7 @@ from numpy import int64
 from numpy.typing import NDArray
 
 from beamq.beam.config import BeamConfig
-from beamq.calib.data import load_calibration_data
+from beamq.calib.data import load_text
 from beamq.devices import choose_device
 from beamq.errors import BeamqError
 from beamq.eval.compare.findings import Findings, Limits, breaches, limits_for, parting_layer
@@ -77,8 +77,8 @@ def _set_up(source: Checkpoint, ranks: Ranks) -> tuple[NDArray[int64], StreamOpt
     """The text's token ids, and how to run on this machine."""
     config = BeamConfig.from_dict(source.config)
     length = min(SEQUENCE_LENGTH, config.max_position_embeddings)
-    data = load_calibration_data(
-        (), source.root, samples=SAMPLES, sequence_length=length, seed=0, split="evaluation"
+    data = load_text(
+        (), source, samples=SAMPLES, sequence_length=length, seed=0, split="evaluation"
     )
     device = choose_device("auto", ranks)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -26,14 +26,11 @@ from tokenizers import Tokenizer
 from beamq.calib import documents as rows
 from beamq.calib import documents as sources
 from beamq.calib.data import (
-    MODULES,
     CalibrationData,
     CheckpointTokenizer,
-    default_text,
     ids_digest,
     load_calibration_data,
     shares,
-    split_modules,
 )
 from beamq.calib.documents import (
     DataSpec,
@@ -43,6 +40,7 @@ from beamq.calib.documents import (
     in_pieces,
     parse_spec,
 )
+from beamq.calib.presets import MODULES, default_text, split_modules
 from beamq.errors import (
     CalibrationError,
     HubError,
