@@ -38,12 +38,13 @@ _ATTENTION = ("qkv_gate", "o_proj")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
     """A finished layer. `suspects` has a module of each input at which tokens were left out, and
-    their number."""
+    their number. `domain_tokens` [D, E] are `routed_tokens` by the domain of their text."""
 
     layer: int
     inputs: dict[str, InputStats]
     routed_tokens: NDArray[np.int64] | None
     suspects: dict[str, int]
+    domain_tokens: NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +74,15 @@ class Collector(Observer):
         self._stopped = stopped
         self._entries: dict[str, _RunningEntry] = {}
         self._routed: torch.Tensor | None = None
+        self._domain_T: torch.Tensor | None = None
+        self._domains = 0
+        self._by_domain: torch.Tensor | None = None
+        self._at = 0
+
+    def tell_domains(self, domain_T: NDArray[np.uint16], domains: int) -> None:
+        """The domain of each token that will be seen in a layer, in the order of the batches."""
+        self._domain_T = torch.from_numpy(domain_T.astype(np.int64)).to(self._device)
+        self._domains = domains
 
     def linear_input(self, layer: int, group: str, x_TK: torch.Tensor) -> None:
         """Input of an attention or dense-MLP group."""
@@ -100,6 +110,13 @@ class Collector(Observer):
         """Count the chosen experts."""
         counts = torch.bincount(experts_Tk.flatten(), minlength=self._config.num_experts)
         self._routed = counts if self._routed is None else self._routed + counts
+        if self._domain_T is not None:
+            domain_T = self._domain_T[self._at : self._at + len(experts_Tk)]
+            self._at += len(experts_Tk)
+            place_Tk = domain_T[:, None] * self._config.num_experts + experts_Tk
+            size = self._domains * self._config.num_experts
+            counts = torch.bincount(place_Tk.flatten(), minlength=size)
+            self._by_domain = counts if self._by_domain is None else self._by_domain + counts
 
     def expert_amax(self, layer: int, group: str) -> float:
         """Largest magnitude so far at the inputs of a group of a layer's experts, over all."""
@@ -118,8 +135,17 @@ class Collector(Observer):
                 amax=entry.amax.cpu().numpy().reshape(shape), rows=(entry.rows - bad).reshape(shape)
             )
         routed = None if self._routed is None else self._routed.cpu().numpy()
-        self._entries, self._routed = {}, None
-        return LayerRecord(layer=layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
+        by_domain = None
+        if self._by_domain is not None:
+            by_domain = self._by_domain.cpu().numpy().reshape(self._domains, -1)
+        self._entries, self._routed, self._by_domain, self._at = {}, None, None, 0
+        return LayerRecord(
+            layer=layer,
+            inputs=inputs,
+            routed_tokens=routed,
+            suspects=suspects,
+            domain_tokens=by_domain,
+        )
 
     def _add_experts(
         self, layer: int, group: str, x_SK: torch.Tensor, first: int, offsets: Sequence[int]
@@ -255,9 +281,18 @@ def combine(records: Sequence[LayerRecord]) -> LayerRecord:
             amax=np.asarray(np.maximum.reduce([entry.amax for entry in found])),
             rows=np.asarray(sum(entry.rows for entry in found)),
         )
-    counts = [r.routed_tokens for r in records if r.routed_tokens is not None]
-    routed = np.asarray(sum(counts)) if counts else None
-    return LayerRecord(layer=first.layer, inputs=inputs, routed_tokens=routed, suspects=suspects)
+    return LayerRecord(
+        layer=first.layer,
+        inputs=inputs,
+        routed_tokens=_sum([record.routed_tokens for record in records]),
+        suspects=suspects,
+        domain_tokens=_sum([record.domain_tokens for record in records]),
+    )
+
+
+def _sum(counts: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64] | None:
+    found = [each for each in counts if each is not None]
+    return np.asarray(sum(found)) if found else None
 
 
 class TokenWatch:

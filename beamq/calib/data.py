@@ -202,10 +202,14 @@ class SourceRecord:
 class CalibrationData:
     """`input_ids` [S, T] int64, every row full; `digest` is a SHA-256 over shape and ids.
 
-    `notes` are sentences for the user: where this is less than was asked for.
+    `domain_ST` [S, T] has the place in `domains` of the text that a token is from: a part of a
+    preset, or a `--data`. `notes` are sentences for the user: where this is less than was asked
+    for.
     """
 
     input_ids: NDArray[np.int64]
+    domains: tuple[str, ...]
+    domain_ST: NDArray[np.uint16]
     digest: str
     samples_asked: int
     seed: int
@@ -237,6 +241,7 @@ class CalibrationData:
             "tokens": self.tokens,
             "seed": self.seed,
             "sources": [asdict(source) for source in self.sources],
+            **({"domains": list(self.domains)} if len(self.domains) > 1 else {}),
         }
 
 
@@ -244,6 +249,7 @@ class CalibrationData:
 class _Drawn:
     """A source's documents as token ids, each ending in the separator, and their record."""
 
+    domain: str
     documents: list[IdsT]
     record: SourceRecord
     notes: list[str]
@@ -393,7 +399,8 @@ def _draw(
         why = f"; {'; '.join(notes)}" if notes else ""
         raise CalibrationError(f"--data {source.spec.text}: no text found in {name}{why}")
     record = _record(taken, name, kind, quota, weight=source.weight, log=log)
-    return _Drawn(documents=taken, record=record, notes=notes)
+    domain = name if source.part is None else source.part.domain
+    return _Drawn(domain=domain, documents=taken, record=record, notes=notes)
 
 
 def _tokens(
@@ -426,17 +433,21 @@ def _record(
 def _packed(
     drawn: list[_Drawn], *, samples: int, sequence_length: int, seed: int
 ) -> CalibrationData:
-    every = [ids for source in drawn for ids in source.documents]
+    domains = tuple(dict.fromkeys(source.domain for source in drawn))
+    every = [(ids, source.domain) for source in drawn for ids in source.documents]
     random.Random(f"{seed}:mix").shuffle(every)
-    found = sum(ids.size for ids in every)
+    found = sum(ids.size for ids, _ in every)
     rows = found // sequence_length
     if rows == 0:
         raise CalibrationError(
             f"calibration data: {found:,} tokens found, at least {sequence_length:,} needed for"
             " one sample; give more --data or a shorter --sequence-length"
         )
-    stream = np.concatenate(every)[: rows * sequence_length]
-    input_ids = np.ascontiguousarray(stream.reshape(rows, sequence_length))
+    shape, used = (rows, sequence_length), rows * sequence_length
+    stream = np.concatenate([ids for ids, _ in every])[:used]
+    input_ids = np.ascontiguousarray(stream.reshape(shape))
+    numbers = np.array([domains.index(domain) for _, domain in every], dtype=np.uint16)
+    labels = np.repeat(numbers, [ids.size for ids, _ in every])
     notes = [note for source in drawn for note in source.notes]
     if rows < samples:
         notes.append(
@@ -451,6 +462,8 @@ def _packed(
         ]
     return CalibrationData(
         input_ids=input_ids,
+        domains=domains,
+        domain_ST=labels[:used].reshape(shape),
         digest=ids_digest(list(input_ids)),
         samples_asked=samples,
         seed=seed,

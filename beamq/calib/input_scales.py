@@ -165,9 +165,22 @@ class LayerCoverage:
     zero_amax: dict[str, tuple[int, ...]]
 
 
+COVERED_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainCoverage:
+    """How many experts read at least `rows` tokens of a domain's text; fewer say little of it."""
+
+    name: str
+    rows: int
+    experts: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
-    """All sparse layers. `calibrated` of `experts` have statistics from at least one token."""
+    """All sparse layers. `calibrated` of `experts` have statistics from at least one token.
+    `domains` is empty where the data has one."""
 
     mode: str
     total_tokens: int
@@ -175,6 +188,7 @@ class Coverage:
     experts: int
     calibrated: int
     layers: tuple[LayerCoverage, ...]
+    domains: tuple[DomainCoverage, ...] = ()
 
     @property
     def percent(self) -> float:
@@ -183,7 +197,10 @@ class Coverage:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "percent": self.percent}
+        found = {**asdict(self), "percent": self.percent}
+        if not self.domains:
+            del found["domains"]
+        return found
 
     def lines(self) -> list[str]:
         """A table of at most 80 columns, one line for each layer."""
@@ -194,6 +211,9 @@ class Coverage:
         lines = [title[:WIDTH]]
         if self.dropped_rows:
             lines.append(f"rows dropped for non-finite values: {self.dropped_rows:,}")
+        for each in self.domains:
+            count = f"{each.experts:,} of {self.experts:,} experts"
+            lines.append(f"{count} read {each.rows} tokens or more of {each.name}"[:WIDTH])
         lines.append(f"{'layer':>5} {'min':>9} {'median':>9} {'max':>9}  experts with few tokens")
         for layer in self.layers:
             counts = f"{layer.tokens_min:>9,} {layer.tokens_median:>9,.0f} {layer.tokens_max:>9,}"
@@ -206,6 +226,15 @@ def coverage(stats: CalibrationStats, config: BeamConfig | None = None) -> Cover
     if config is not None:
         check_shapes(stats, config)
     layers = tuple(_layer(stats, layer) for layer in sorted(stats.routed_tokens))
+    names = tuple(dict.fromkeys(stats.domains)) if stats.domain_tokens else ()
+    rows = [[at for at, each in enumerate(stats.domains) if each == name] for name in names]
+    reached = {
+        name: sum(
+            int((counts[own].sum(axis=0) >= COVERED_ROWS).sum())
+            for counts in stats.domain_tokens.values()
+        )
+        for name, own in zip(names, rows, strict=True)
+    }
     return Coverage(
         mode=stats.experts,
         total_tokens=stats.total_tokens,
@@ -213,6 +242,10 @@ def coverage(stats: CalibrationStats, config: BeamConfig | None = None) -> Cover
         experts=sum(layer.experts for layer in layers),
         calibrated=sum(layer.experts - len(layer.uncalibrated) for layer in layers),
         layers=layers,
+        domains=tuple(
+            DomainCoverage(name=name, rows=COVERED_ROWS, experts=count)
+            for name, count in reached.items()
+        ),
     )
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from beamq import limits
@@ -326,6 +327,10 @@ class CalibrationPass:
         if saved and self._rounding and min(self._rounding.wanted) <= saved.layer:
             saved = None  # experts before it have to be rounded again, and their inputs are gone
         first = 0 if saved is None else saved.layer + 1
+        if len(self._data.domains) > 1:
+            home = [rows for number, rows in enumerate(self._rows) if exchange.mine(number)]
+            domain_T = np.concatenate([self._data.domain_ST[rows].ravel() for rows in home])
+            self._collector.tell_domains(domain_T, len(self._data.domains))
         device, options = self._setup.device, self._setup.options
         plain = device.type == "cpu" and options.gemm == "auto"
         gemm = select_gemm("reference" if plain else options.gemm)
@@ -405,9 +410,12 @@ class CalibrationPass:
         record = combine([theirs for theirs, _ in found])
         self._watch.look(record, {n: bad_RT for _, bad in found for n, bad_RT in bad.items()})
         routed = {} if record.routed_tokens is None else {layer: record.routed_tokens}
-        own = replace(self._stats, inputs=record.inputs, routed_tokens=routed)
+        domains = {} if record.domain_tokens is None else {layer: record.domain_tokens}
+        own = replace(
+            self._stats, inputs=record.inputs, routed_tokens=routed, domain_tokens=domains
+        )
         self._stats = replace(
-            self._stats.with_layer(record.inputs, routed),
+            self._stats.with_layer(record.inputs, routed, domains),
             dropped_rows=self._watch.dropped,
             dropped_names=tuple(self._watch.names),
         )

@@ -20,6 +20,8 @@ The file has these tensors, and one JSON object under `beamq_calibration` in the
     <entry>.amax                   F32   [] or [E]
     <entry>.rows                   I64   [] or [E]
     layers.N.experts.routed_tokens I64   [E]
+    layers.N.experts.domain_tokens I64   [D, E]   where the data has several domains: the same by
+                                                  the domain of the text (`data`'s `domains`)
 
 Files of earlier versions may also hold percentiles and second moments; they are ignored.
 
@@ -27,7 +29,8 @@ Files of earlier versions may also hold percentiles and second moments; they are
 expert, with "all" every token; `routed_tokens` is the router's choice in both modes. An expert
 without tokens has 0 rows and amax 0; calib/input_scales.py decides what becomes its scale.
 
-Merging takes maxima of amax and sums of counts. It is commutative. Limits: numpy only, because
+Merging takes maxima of amax and sums of counts; domains stay apart. It is commutative but for the
+order of the data. Limits: numpy only, because
 converting needs these values but not torch; a file is read whole (under 1 MB for the real model).
 """
 
@@ -38,7 +41,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +101,7 @@ class CalibrationStats:
     versions: Mapping[str, str]
     dropped_rows: int = 0
     dropped_names: tuple[str, ...] = ()
+    domain_tokens: Mapping[int, Counts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check every array: a statistics file is a user's input like any other."""
@@ -110,6 +114,14 @@ class CalibrationStats:
             _check_array(name, counts, np.int64)
             if counts.ndim != 1:
                 raise CalibrationError(f"statistics: {name} has shape {counts.shape}, expected [E]")
+        for layer, counts in self.domain_tokens.items():
+            name = f"layers.{layer}.experts.domain_tokens"
+            _check_array(name, counts, np.int64)
+            shape = len(self.domains), *self.routed_tokens.get(layer, np.zeros(0)).shape
+            if counts.shape != shape:
+                raise CalibrationError(
+                    f"statistics: {name} has shape {counts.shape}, expected {shape}"
+                )
         for name, entry in self.inputs.items():
             layer = layer_of(name)
             if ".experts." in name and (
@@ -130,6 +142,17 @@ class CalibrationStats:
         return tuple(str(record["digest"]) for record in self.data)
 
     @property
+    def domains(self) -> tuple[str, ...]:
+        """The rows of `domain_tokens`; a data set that names no domains is one."""
+        found: list[str] = []
+        for record in self.data:
+            names = record.get("domains")
+            several = isinstance(names, list) and all(isinstance(name, str) for name in names)
+            sources = record.get("sources") or [{}]
+            found += names if names and several else [str(sources[0].get("name", "unnamed data"))]
+        return tuple(found)
+
+    @property
     def run_digest(self) -> str:
         """Digest of model, data, mode and activations' dtype, known before the run."""
         return run_digest(self.model_fingerprint, self.experts, self.data)
@@ -143,13 +166,17 @@ class CalibrationStats:
             )
 
     def with_layer(
-        self, inputs: Mapping[str, InputStats], routed_tokens: Mapping[int, Counts]
+        self,
+        inputs: Mapping[str, InputStats],
+        routed_tokens: Mapping[int, Counts],
+        domain_tokens: Mapping[int, Counts] | None = None,
     ) -> CalibrationStats:
         """These statistics with another layer's."""
         return replace(
             self,
             inputs={**self.inputs, **inputs},
             routed_tokens={**self.routed_tokens, **routed_tokens},
+            domain_tokens={**self.domain_tokens, **(domain_tokens or {})},
         )
 
 
@@ -219,11 +246,26 @@ def merge(first: CalibrationStats, second: CalibrationStats) -> CalibrationStats
             layer: counts + second.routed_tokens[layer]
             for layer, counts in first.routed_tokens.items()
         },
+        domain_tokens=_merge_domains(first, second),
         data=first.data + second.data,
         versions={tool: _both(tool, first.versions, second.versions) for tool in sorted(tools)},
         dropped_rows=first.dropped_rows + second.dropped_rows,
         dropped_names=(first.dropped_names + second.dropped_names)[:MAX_DROPPED_NAMES],
     )
+
+
+def _merge_domains(first: CalibrationStats, second: CalibrationStats) -> dict[int, Counts]:
+    """Rows of both; a run of one domain has `routed_tokens` as its row."""
+    if not (first.domain_tokens or second.domain_tokens):
+        return {}
+
+    def rows(stats: CalibrationStats, layer: int) -> Counts:
+        return stats.domain_tokens.get(layer, stats.routed_tokens[layer][None])
+
+    return {
+        layer: np.concatenate([rows(first, layer), rows(second, layer)])
+        for layer in first.routed_tokens
+    }
 
 
 def _both(tool: str, first: Mapping[str, str], second: Mapping[str, str]) -> str:
@@ -266,7 +308,7 @@ def _check_array(name: str, array: NDArray[Any], dtype: type[np.generic]) -> Non
 
 FORMAT_VERSION = 1
 METADATA_KEY = "beamq_calibration"
-_ROUTED = re.compile(r"layers\.(0|[1-9]\d{0,4})\.experts\.routed_tokens")
+_ROUTED = re.compile(r"layers\.(0|[1-9]\d{0,4})\.experts\.(routed|domain)_tokens")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
     "model_fingerprint": str,
@@ -297,6 +339,8 @@ def save_stats(stats: CalibrationStats, path: Path) -> None:
     }
     for layer, counts in stats.routed_tokens.items():
         tensors[f"layers.{layer}.experts.routed_tokens"] = np.asarray(counts, order="C")
+    for layer, counts in stats.domain_tokens.items():
+        tensors[f"layers.{layer}.experts.domain_tokens"] = np.asarray(counts, order="C")
     record = {key: getattr(stats, key, None) for key in _FIELDS}  # percentile is always null
     record["version"] = FORMAT_VERSION
     write_file(path, save(tensors, {METADATA_KEY: json.dumps(record, sort_keys=True)}))
@@ -307,9 +351,10 @@ def load_stats(path: Path) -> CalibrationStats:
     tensors, record = _read(path)
     entries: dict[str, dict[str, NDArray[Any]]] = {}
     routed: dict[int, NDArray[np.int64]] = {}
+    by_domain: dict[int, NDArray[np.int64]] = {}
     for name, array in tensors.items():
         if found := _ROUTED.fullmatch(name):
-            routed[int(found[1])] = array
+            (routed if found[2] == "routed" else by_domain)[int(found[1])] = array
             continue
         entry, _, key = name.rpartition(".")
         entries.setdefault(entry, {})[key] = array
@@ -324,6 +369,7 @@ def load_stats(path: Path) -> CalibrationStats:
                 for name in sorted(entries, key=lambda name: (layer_of(name), name))
             },
             routed_tokens={layer: routed[layer] for layer in sorted(routed)},
+            domain_tokens={layer: by_domain[layer] for layer in sorted(by_domain)},
             **record,
         )
     except CalibrationError as fault:

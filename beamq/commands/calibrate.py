@@ -149,4 +149,8 @@ def coverage_blocks(stats: CalibrationStats) -> list[Block]:
     )
     head = ("layer", "fewest", "median", "most", "experts with few tokens")
     blocks: list[Block] = [Table(title=title, head=head, align="rrrrl", rows=rows)]
+    if reached.domains:
+        shown = [(each.name, f"{each.experts:,}") for each in reached.domains]
+        least = f"experts with {reached.domains[0].rows} tokens"
+        blocks += ["", Table(head=("text", least), align="lr", rows=shown)]
     return blocks + [f"Left out: {name}." for name in stats.dropped_names]

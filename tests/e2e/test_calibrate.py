@@ -74,7 +74,7 @@ def rows_of(data: CalibrationData, rows: slice) -> CalibrationData:
 
 def use(monkeypatch: pytest.MonkeyPatch, data: CalibrationData) -> None:
     """Calibrate on exactly these rows."""
-    monkeypatch.setattr(run, "load_calibration_data", lambda *_, **__: data)
+    monkeypatch.setattr(run, "load_text", lambda *_, **__: data)
 
 
 class Hooks:
@@ -476,14 +476,20 @@ def test_two_ranks_give_the_bytes_of_one(beam_nano: Path, plain: Path, tmp_path:
 def test_ranks_with_batches_of_their_own(
     beam_nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six batches and three ranks, which see two batches each."""
+    """Six batches and three ranks, which see two batches each; two texts, counted apart."""
+    (tmp_path / "own.txt").write_text("the quick brown fox\n" * 500)
+    options = {**SMALL, "data": ["stdlib:2", str(tmp_path / "own.txt")]}
     program = (
         "import sys\nfrom pathlib import Path\nimport beamq.calib.run as device\n"
         "from beamq import calibrate\ndevice.BATCH_TOKENS['cpu'] = 96\n"
-        f"calibrate(Path(sys.argv[1]), Path(sys.argv[2]), **{SMALL!r})\n"
+        f"calibrate(Path(sys.argv[1]), Path(sys.argv[2]), **{options!r})\n"
     )
     monkeypatch.setitem(device.BATCH_TOKENS, "cpu", 96)
-    calibrate(beam_nano, tmp_path / "one", **SMALL)
+    found = calibrate(beam_nano, tmp_path / "one", **options)
+    for layer, counts in found.domain_tokens.items():
+        assert counts.sum(axis=1).tolist() == [4 * 384, 4 * 192]  # four experts for each token
+        assert (counts.sum(axis=0) == found.routed_tokens[layer]).all()
+    assert list(found.domain_tokens) == list(found.routed_tokens)
     port = free_port()
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
@@ -572,7 +578,7 @@ def test_odd_models_are_calibrated(tmp_path: Path) -> None:
         source = random_beam(tmp_path / name, dtype=FP32, **over)
         ids = np.arange(80, dtype=np.int64).reshape(4, 20) % 96
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run, "load_calibration_data", lambda *_, ids=ids, **__: fake(ids))
+            patch.setattr(run, "load_text", lambda *_, ids=ids, **__: fake(ids))
             stats = calibrate(source, tmp_path / f"{name}.stats", dtype="float32")
         assert len(stats.routed_tokens) == (3 if name == "sparse" else 0)
         assert len(stats.inputs) == 12
@@ -581,7 +587,7 @@ def test_odd_models_are_calibrated(tmp_path: Path) -> None:
 def fake(ids: np.ndarray) -> CalibrationData:
     return CalibrationData(
         input_ids=ids, digest=ids_digest(list(ids)), samples_asked=len(ids), seed=0, sources=(),
-        notes=(),
+        notes=(), domains=("x",), domain_ST=np.zeros(ids.shape, np.uint16),
     )  # fmt: skip
 
 

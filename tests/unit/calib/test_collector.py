@@ -160,6 +160,29 @@ def test_every_expert_sees_every_token_when_asked(config: BeamConfig) -> None:
     assert entry.amax[3] == (x * 4).abs().max()
 
 
+def test_tokens_of_each_domain(config: BeamConfig) -> None:
+    """Over two batches of a layer, and again in the next layer."""
+    collector = Collector(config, CPU)
+    collector.tell_domains(np.array([0, 2, 2, 0, 1], dtype=np.uint16), 3)
+    chosen = torch.tensor([[0, 1], [1, 2], [1, 7], [0, 3], [5, 0]])
+    wanted = np.zeros((3, 8), dtype=int)
+    wanted[0, [0, 1, 3]] = 2, 1, 1
+    wanted[2, [1, 2, 7]] = 2, 1, 1
+    wanted[1, [5, 0]] = 1, 1
+    for layer in (1, 2):
+        for rows in (slice(0, 2), slice(2, 5)):
+            part = chosen[rows]
+            collector.routing(layer, torch.zeros(len(part), 8), part, torch.ones(part.shape))
+        found = collector.take(layer)
+        assert found.domain_tokens is not None
+        assert (found.domain_tokens == wanted).all()
+        assert found.routed_tokens is not None
+        assert (found.domain_tokens.sum(axis=0) == found.routed_tokens).all()
+    both = combine([found, found]).domain_tokens
+    assert both is not None
+    assert (both == 2 * wanted).all()
+
+
 def test_a_stop_ends_the_pass(config: BeamConfig) -> None:
     stop = threading.Event()
     collector = Collector(config, CPU, stopped=stop.is_set)

@@ -257,6 +257,25 @@ class TestCoverage:
         assert again["percent"] == 100.0
         assert again["mode"] == "routed"
 
+    def test_domains(self, config: BeamConfig) -> None:
+        """Experts with 64 tokens or more of each text; texts of one name are put together."""
+        counts = i64([[64] * 3 + [63] * 13, [10**6] * 16, [1] * 16])
+        record = {"digest": "d", "domains": ["code", "a long name " * 9, "code"]}
+        stats = make(
+            layer4(experts(1.0), experts(1.0)),
+            data=(record,),
+            routed_tokens={4: counts.sum(axis=0)},
+            domain_tokens={4: counts},
+        )
+        found = coverage(stats, config)
+        assert [(each.name[:4], each.experts) for each in found.domains] == [
+            ("code", 16), ("a lo", 16)
+        ]  # fmt: skip
+        assert json.loads(json.dumps(found.to_dict()))["domains"][0]["rows"] == 64
+        assert "16 of 16 experts read 64 tokens or more of code" in found.lines()
+        assert max(map(len, found.lines())) <= 80
+        assert "domains" not in coverage(make(layer4(experts(1.0), experts(1.0)))).to_dict()
+
     def test_table_fits_80_columns(self, config: BeamConfig) -> None:
         nothing = experts(0.0, [0] * 8 + [10**9] * 8)
         stats = make(layer4(nothing, nothing), total_tokens=10**12, dropped_rows=10**9)

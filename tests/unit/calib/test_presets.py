@@ -166,6 +166,30 @@ def test_a_preset_mixes_with_other_data(hub: HubServer, beam_nano: Path, tmp_pat
     assert found.sources[-1].tokens == pytest.approx(0.75 * found.tokens, abs=1)
 
 
+def test_each_token_has_the_domain_of_its_text(hub: HubServer, beam_nano: Path) -> None:
+    """By what the text itself says."""
+    found = load_calibration_data(["general"], beam_nano, **SIZE)
+    assert found.domains == tuple(dict.fromkeys(part.domain for part in PRESETS["general"]))
+    assert found.to_dict()["domains"] == list(found.domains)
+    tokenizer = Tokenizer.from_file(str(beam_nano / "tokenizer.json"))
+    for place, domain in enumerate(found.domains):
+        ids = found.input_ids[found.domain_ST == place]
+        parts = [part for part in PRESETS["general"] if part.domain == domain]
+        records = [record for record in found.sources if record.name.startswith(f"{domain}: ")]
+        assert len(ids) == sum(record.tokens for record in records)
+        names = {words(part, 7).partition("x7y")[0] for part in parts}
+        text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        assert set(re.findall(r"(?<![A-Za-z])([A-Za-z]+)x\d+y", text)) <= names, domain
+
+
+def test_one_text_is_one_domain(beam_nano: Path) -> None:
+    found = load_calibration_data([], beam_nano, **SIZE)
+    assert len(found.domains) == 1
+    assert not found.domain_ST.any()
+    assert found.domain_ST.shape == found.input_ids.shape
+    assert "domains" not in found.to_dict()
+
+
 def test_stdlib_is_the_default_text(beam_nano: Path) -> None:
     default = load_calibration_data([], beam_nano, **SIZE)
     assert load_calibration_data(["stdlib"], beam_nano, **SIZE).digest == default.digest

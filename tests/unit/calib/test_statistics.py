@@ -79,7 +79,21 @@ def as_plain(stats: CalibrationStats) -> dict[str, Any]:
     routed = {layer: counts.tobytes() for layer, counts in stats.routed_tokens.items()}
     names = ("model_name", "model_fingerprint", "experts", "total_tokens", "data", "versions")
     more = ("dropped_rows", "dropped_names")
-    return {"inputs": plain, "routed": routed} | {n: getattr(stats, n) for n in (*names, *more)}
+    domains = {layer: counts.tolist() for layer, counts in stats.domain_tokens.items()}
+    fields = {name: getattr(stats, name) for name in (*names, *more)}
+    return {"inputs": plain, "routed": routed, "domains": domains} | fields
+
+
+def two_domains(seed: int) -> CalibrationStats:
+    """`make` with its tokens divided into two domains."""
+    stats = make(seed)
+    record = {**stats.data[0], "domains": ["code", f"prose {seed}"]}
+    first = stats.routed_tokens[1] // 3
+    return replace(
+        stats,
+        data=(record,),
+        domain_tokens={1: np.stack([first, stats.routed_tokens[1] - first])},
+    )
 
 
 class TestNames:
@@ -149,6 +163,10 @@ class TestChecks:
             ({"routed_tokens": {1: i64([[1, 2, 3, 4]])}}, "expected \\[E\\]"),
             ({"routed_tokens": {1: i64([-1, 2, 3, 4])}}, "negative"),
             ({"routed_tokens": {1: f32([1, 2, 3, 4])}}, "expected int64"),
+            ({"domain_tokens": {1: i64([1, 2, 3, 4])}}, "expected \\(1, 4\\)"),
+            ({"domain_tokens": {1: i64([[1, 2, 3, 4]] * 2)}}, "expected \\(1, 4\\)"),
+            ({"domain_tokens": {1: f32([[1, 2, 3, 4]])}}, "expected int64"),
+            ({"domain_tokens": {2: i64([[1, 2, 3, 4]])}}, "expected \\(1, 0\\)"),
             ({"inputs": {"layers.0.mlp.gate": InputStats(amax=f32(1), rows=i64(1))}}, "unknown"),
             ({"inputs": {"layers.00.mlp.down": InputStats(amax=f32(1), rows=i64(1))}}, "unknown"),
         ],
@@ -190,6 +208,14 @@ class TestMerge:
         one, other = as_plain(merge(first, second)), as_plain(merge(second, first))
         assert sorted(one.pop("data"), key=str) == sorted(other.pop("data"), key=str)
         assert one == other
+
+    def test_domains_stand_one_below_the_other(self) -> None:
+        first, second = two_domains(1), make(2)
+        merged = merge(first, second)
+        assert merged.domains == ("code", "prose 1", "x")
+        wanted = [*first.domain_tokens[1].tolist(), second.routed_tokens[1].tolist()]
+        assert merged.domain_tokens[1].tolist() == wanted
+        assert merge(make(1), second).domain_tokens == {}
 
     def test_unseen_experts_merge_to_zero(self) -> None:
         def unseen(seed: int) -> CalibrationStats:
@@ -253,6 +279,12 @@ class TestFile:
         text = json.dumps({**record, "percentile": 99.9}, sort_keys=True)
         path.write_bytes(save(tensors, {METADATA_KEY: text}))
         assert as_plain(load_stats(path)) == as_plain(stats)
+
+    def test_domains_are_kept(self, tmp_path: Path) -> None:
+        save_stats(two_domains(1), tmp_path / "a.safetensors")
+        again = load_stats(tmp_path / "a.safetensors")
+        assert as_plain(again) == as_plain(two_domains(1))
+        assert again.domains == ("code", "prose 1")
 
     def test_round_trip(self, tmp_path: Path) -> None:
         stats = make()
