@@ -14,7 +14,15 @@ setup(
             sources=["beamq/formats/kernels/_cpu.c"],
             depends=[
                 f"beamq/formats/kernels/_{part}.h"
-                for part in ("core", "encode", "quantize", "compare", "sweep", "lowrank")
+                for part in (
+                    "core",
+                    "encode",
+                    "quantize",
+                    "compare",
+                    "sweep",
+                    "sweep_table",
+                    "lowrank",
+                )
             ],
             define_macros=[("Py_LIMITED_API", "0x030B0000")],
             # Contraction or reassociation would change the last bit of a scale, and with it codes.

@@ -15,7 +15,7 @@
 #define BEAMQ_COMPARE_H
 
 #include "_quantize.h"
-#include "_sweep.h"
+#include "_sweep_table.h"
 
 typedef struct {
     double sum_sq_error, sum_sq_source, max_abs_error;

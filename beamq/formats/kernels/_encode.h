@@ -56,17 +56,29 @@ INLINE void nvfp4_encode_any(const void *src, int dtype, const float *step, u8 *
     for (int i = 0; i < TILE_BYTES; i++) codes[i] = (u8)(nibbles[2 * i] | nibbles[2 * i + 1] << 4);
 }
 
-INLINE void nvfp4_encode_bf16(const void *src, const float *step, u8 *codes) {
+/* The thresholds of a step: the last magnitudes below 0.25 and 0.75, and where counting begins for
+ * 1.25, 2.5, 5 and for 1.75, 3.5. */
+typedef struct {
+    int16_t half, one, odd, even;
+} e2m1_ties;
+
+/* Those of `n` steps, all within the safe range. */
+INLINE void ties_of_steps(const float *step, e2m1_ties *ties, int n) {
+    for (int b = 0; b < n; b++) ties[b].half = last_below(step[b], 0.25f, 0);
+    for (int b = 0; b < n; b++) ties[b].one = last_below(step[b], 0.75f, 1);
+    for (int b = 0; b < n; b++) ties[b].odd = last_below(step[b], 1.25f, 0) - BINADE + 1;
+    for (int b = 0; b < n; b++) ties[b].even = last_below(step[b], 1.75f, 1) - BINADE + 1;
+}
+
+/* Block b's ties are ties[code[b]], or ties[b] where there is no `code`. */
+INLINE void nvfp4_encode_bf16(const void *src, const e2m1_ties *ties, const u8 *code_of,
+                              u8 *codes) {
     const u16_any *p = src;
-    int16_t half[TILE_BLOCKS], one[TILE_BLOCKS], odd[TILE_BLOCKS], even[TILE_BLOCKS];
     u32 pairs[TILE_BYTES];
     u16_any *nibbles = (u16_any *)pairs;
-    for (int b = 0; b < TILE_BLOCKS; b++) half[b] = last_below(step[b], 0.25f, 0);
-    for (int b = 0; b < TILE_BLOCKS; b++) one[b] = last_below(step[b], 0.75f, 1);
-    for (int b = 0; b < TILE_BLOCKS; b++) odd[b] = last_below(step[b], 1.25f, 0) - BINADE + 1;
-    for (int b = 0; b < TILE_BLOCKS; b++) even[b] = last_below(step[b], 1.75f, 1) - BINADE + 1;
     for (int b = 0; b < TILE_BLOCKS; b++) {
-        const int16_t a = half[b], c = one[b], d = odd[b], e = even[b];
+        const e2m1_ties *t = ties + (code_of ? code_of[b] : b);
+        const int16_t a = t->half, c = t->one, d = t->odd, e = t->even;
         for (int j = 0; j < BLOCK; j++) {
             u16 raw = p[b * BLOCK + j];
             int16_t magnitude = (int16_t)(raw & 0x7FFFu);
@@ -89,10 +101,13 @@ INLINE void nvfp4_encode_tile(const void *src, int dtype, const float *step, u8 
     int32_t unsafe = 0;
     for (int b = 0; b < TILE_BLOCKS; b++)
         unsafe |= !((step[b] >= SAFE_LOW) & (step[b] <= NVFP4_SAFE_HIGH));
-    if (dtype == BF16 && !unsafe)
-        nvfp4_encode_bf16(src, step, codes);
-    else
+    if (dtype == BF16 && !unsafe) {
+        e2m1_ties ties[TILE_BLOCKS];
+        ties_of_steps(step, ties, TILE_BLOCKS);
+        nvfp4_encode_bf16(src, ties, 0, codes);
+    } else {
         nvfp4_encode_any(src, dtype, step, codes);
+    }
 }
 
 /* ---- FP8: values that share one scale ------------------------------------------------------- */

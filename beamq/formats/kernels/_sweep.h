@@ -12,6 +12,8 @@
  * the error is at least that one value's squared distance from 6, as computed. So scales above are
  * tried first, then those below, and a candidate is skipped where this bound exceeds the least error
  * so far in all blocks of a group. Ties are decided as if the order were that of the plain torch twin.
+ *
+ * _sweep_table.h has a faster way to the same bytes for much BF16 without weights.
  */
 #ifndef BEAMQ_SWEEP_H
 #define BEAMQ_SWEEP_H
@@ -136,11 +138,11 @@ INLINE void sweep_blocks(sweep_group *g, int prune) {
         if (!prune || !sweep_hopeless(g, offset)) sweep_try(g, offset, 1);
 }
 
-/* Codes and scales of a tile whose `scales` are those of the `max` rule. `prune` allows candidates
- * to be skipped; it requires weights of 1 or none. */
-INLINE void sweep_tile(const void *src, int dtype, const float *weights, int prune, float global,
-                       u8 *codes, u8 *scales) {
-    float columns[TILE], step[TILE_BLOCKS];
+/* The best scales of a tile whose `scales` are those of the `max` rule. `prune` allows candidates to
+ * be skipped; it requires weights of 1 or none. */
+INLINE void sweep_scales(const void *src, int dtype, const float *weights, int prune, float global,
+                         u8 *scales) {
+    float columns[TILE];
     tile_columns(src, dtype, columns);
     for (int first = 0; first < TILE_BLOCKS; first += GROUP) {
         sweep_group g = {.columns = columns + first,
@@ -148,65 +150,8 @@ INLINE void sweep_tile(const void *src, int dtype, const float *weights, int pru
                          .global = global};
         for (int b = 0; b < GROUP; b++) g.middle[b] = scales[first + b];
         sweep_blocks(&g, prune);
-        for (int b = 0; b < GROUP; b++) {
-            scales[first + b] = (u8)g.chosen[b];
-            step[first + b] = e4m3_value((u32)g.chosen[b]) * global;
-        }
+        for (int b = 0; b < GROUP; b++) scales[first + b] = (u8)g.chosen[b];
     }
-    nvfp4_encode_tile(src, dtype, step, codes);
-}
-
-/* Weights of the 64 blocks from block `first` on, by column; a row has row_blocks blocks. */
-INLINE void tile_weights(const float *weights, size_t first, size_t row_blocks, float *columns) {
-    size_t place = first % row_blocks;
-    for (int b = 0; b < TILE_BLOCKS; b++) {
-        for (int j = 0; j < BLOCK; j++) columns[j * TILE_BLOCKS + b] = weights[place * BLOCK + j];
-        place = place + 1 == row_blocks ? 0 : place + 1;
-    }
-}
-
-/* `width` blocks as FP32 words, then zeros up to a whole tile. */
-INLINE void tile_words(const void *src, size_t width, int dtype, u32 *words) {
-    const size_t n = width * BLOCK;
-    for (size_t i = 0; i < n; i++) words[i] = load_bits(src, i, dtype);
-    for (size_t i = n; i < TILE; i++) words[i] = 0;
-}
-
-INLINE void sweep_whole_tile(const void *tile, int dtype, const float *weights, int prune,
-                             float global, u8 *codes, u8 *scales, nvfp4_counts *counts) {
-    nvfp4_scales_tile(tile, dtype, global, scales, counts);
-    sweep_tile(tile, dtype, weights, prune, global, codes, scales);
-}
-
-/* One compiled path for BF16 without weights, one for all else: this is the largest code here. */
-INLINE nvfp4_counts nvfp4_sweep_body(const void *src, size_t blocks, int dtype, float global,
-                                     const float *weights, size_t row_blocks, u8 *codes,
-                                     u8 *scales) {
-    nvfp4_counts counts = {0, 0, 0, 0};
-    float own[TILE];
-    u32 words[TILE];
-    for (int i = 0; i < TILE; i++) own[i] = 1.0f;
-    for (size_t b = 0; b < blocks; b += TILE_BLOCKS) {
-        const size_t width = blocks - b < TILE_BLOCKS ? blocks - b : TILE_BLOCKS;
-        const char *tile = (const char *)src + b * BLOCK * item_size(dtype);
-        u8 tile_codes[TILE_BYTES], tile_scales[TILE_BLOCKS];
-        if (dtype == BF16 && !weights && width == TILE_BLOCKS) {
-            sweep_whole_tile(tile, BF16, 0, 1, global, tile_codes, tile_scales, &counts);
-        } else {
-            if (dtype == BF16)
-                tile_words(tile, width, BF16, words);
-            else if (dtype == F16)
-                tile_words(tile, width, F16, words);
-            else
-                tile_words(tile, width, F32, words);
-            if (weights) tile_weights(weights, b, row_blocks, own);
-            sweep_whole_tile(words, F32, own, !weights, global, tile_codes, tile_scales, &counts);
-            counts.zero -= (int64_t)(TILE_BLOCKS - width); /* the padding is no block of zeros */
-        }
-        memcpy(codes + b * BLOCK / 2, tile_codes, width * BLOCK / 2);
-        memcpy(scales + b, tile_scales, width);
-    }
-    return counts;
 }
 
 #endif

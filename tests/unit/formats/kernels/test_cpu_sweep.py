@@ -63,6 +63,48 @@ def test_all_implementations_give_the_same_bytes(
                 assert got == swept(torch_twin, part, dtype, k, global_scale, weights)
 
 
+def many_blocks(blocks: int, zeros: float, seed: int = 5) -> np.ndarray:
+    """FP32 [blocks, 16], as weights are, and worse: small blocks, tiny values, zeros of both signs,
+    whole blocks of them, ties, and what is not finite."""
+    rng = np.random.default_rng(seed)
+    w = rng.standard_normal((blocks, 16))
+    w *= 2.0 ** -np.where(rng.random((blocks, 1)) < 0.2, rng.integers(0, 14, (blocks, 1)), 0)
+    w[rng.random(w.shape) < 0.01] *= 2.0 ** -rng.integers(5, 100)
+    w[rng.random(w.shape) < zeros] *= 0.0
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2)
+    w[7::97] = ties * 2.0 ** rng.integers(-6, 2, (len(w[7::97]), 1))
+    w[11::503] = 0.0
+    w[13::1009, 3] = np.nan
+    w[17::1013, 5] = -np.inf
+    w[19::1019] *= 40.0
+    return w
+
+
+@pytest.mark.parametrize("exponent", [-10, 0, 1, 15, 16, 17, -69, -70, -71, -110])
+@pytest.mark.parametrize(("blocks", "zeros"), [(2048 + 67, 0.001), (4096, 0.02)])
+def test_many_blocks_have_the_bytes_of_few(
+    backend: Any, blocks: int, zeros: float, exponent: int
+) -> None:
+    """Much BF16 without weights goes by a table, where its global scale allows that."""
+    g = float(np.float32(5.3 / 2688)) * 2.0**exponent
+    data = encoded(many_blocks(blocks, zeros) * 2.0**exponent, "BF16")
+    got = swept(backend, shifted(data, 1), "BF16", 16, g)
+    assert got == swept(torch_twin, data, "BF16", 16, g)
+
+
+def test_more_blocks_than_a_table_is_made_for(backend: Any) -> None:
+    """Two spans of 32,768 blocks and what is left, against calls too small for a table."""
+    g = 5.3 / 2688
+    blocks, few = 2 * 32768 + 3000, 1024
+    data = encoded(many_blocks(blocks, 0.001), "BF16")
+    codes, scales, counts = swept(backend, data, "BF16", 16, g)
+    parts = [data[start : start + 32 * few] for start in range(0, len(data), 32 * few)]
+    found = [swept(backend, part, "BF16", 16, g) for part in parts]
+    assert codes == b"".join(part[0] for part in found)
+    assert scales == b"".join(part[1] for part in found)
+    assert counts == tuple(map(sum, zip(*(part[2] for part in found), strict=True)))
+
+
 def block_errors(w_NB16: torch.Tensor, scale_NB: torch.Tensor, g: float) -> torch.Tensor:
     """FP64 squared error of each block rounded with the stored scale."""
     step = (scale_NB.float() * g).unsqueeze(-1)
