@@ -176,6 +176,7 @@ def quantize_data(result: QuantizeResult, source: str, *, dry_run: bool) -> dict
         "dry_run": dry_run,
         "seconds": round(result.seconds, 3),
         "resumed_shards": result.resumed_shards,
+        "unchanged": result.unchanged,
         "engine": result.engine,
         "input_scales": manifest.get("input_scales"),
         "counts": manifest.get("counts"),
@@ -210,6 +211,8 @@ def quantize_blocks(
     if plan.recipe.calibrated:
         scales = (manifest.get("input_scales") or {}).get("description", "unknown")
         rows.insert(4, ("input scales", str(scales)))
+    if result.unchanged:
+        rows.insert(-2, ("unchanged", result.unchanged))
     rows += _counts(manifest.get("counts") or {})
     missing: list[Block] = []
     if str((manifest.get("input_scales") or {}).get("description")).startswith("not calibrated"):

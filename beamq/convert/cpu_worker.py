@@ -24,7 +24,7 @@ from itertools import accumulate
 from typing import Generic, Protocol, TypeVar, assert_never
 
 from beamq.beam.tensors import Role
-from beamq.convert.open_shards import JobResult, JobWriter, f32_bytes
+from beamq.convert.open_shards import JobResult, JobWriter, SourceSum, f32_bytes
 from beamq.errors import Interrupted, TensorError
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
@@ -55,13 +55,15 @@ class JobContext:
 
     `scale_rule` chooses NVFP4's block scales (see `Recipe`). `input_scale` gives the scale of a
     linear; without it those tensors are left for `JobWriter.write_input_scales`. `advance` is
-    called with the source bytes that were read, `stopped` asks whether to give up.
+    called with the source bytes that were read, `stopped` asks whether to give up. `sums`: make the
+    checksum of each job's source bytes as they are read.
     """
 
     scale_rule: str
     input_scale: Callable[[str], float] | None
     stopped: Callable[[], bool]
     advance: Callable[[int], None]
+    sums: bool = False
 
     def step(self, nbytes: int = 0) -> None:
         """Call between two pieces, with the bytes about to be read. Raises `Interrupted`."""
@@ -139,6 +141,7 @@ class CpuWorker:
         self._context = context
         self._piece_bytes = piece
         self._held: dict[str, memoryview] = {}
+        self._sum: SourceSum | None = None
         self._source, self._codes, self._scales = _Scratch(), _Scratch(), _Scratch()
 
     def run(
@@ -148,6 +151,7 @@ class CpuWorker:
         views = zip(job.members, held or (), strict=held is not None)
         self._held = {member.role.name: view for member, view in views}
         out = JobWriter(shard)
+        self._sum = SourceSum(job) if self._context.sums else None
         match job.kind:
             case JobKind.COPY:
                 self._copy(job.members[0], out)
@@ -159,6 +163,8 @@ class CpuWorker:
                 self._decode(job.kind, job.members[0], out)
             case _:
                 assert_never(job.kind)
+        if self._sum is not None:
+            out.result.source = self._sum.hexdigest()
         return out.result
 
     def _pieces(self, member: Member, unit: int) -> list[tuple[int, int]]:
@@ -172,7 +178,9 @@ class CpuWorker:
         held = self._held.get(member.role.name)
         if held is not None:
             self._context.step(0 if again else nbytes)
-            return held[start : start + nbytes]
+            view = held[start : start + nbytes]
+            self._add_to_sum(view, again=again)
+            return view
         view = self._source.view(nbytes)
         self._read(member, start, view, again=again)
         return view
@@ -181,6 +189,12 @@ class CpuWorker:
         self._context.step(0 if again else out.nbytes)
         source = member.source
         self._checkpoint.read_into(source.spec, out, source.start + start)
+        self._add_to_sum(out, again=again)
+
+    def _add_to_sum(self, view: memoryview, *, again: bool) -> None:
+        """Pieces come in order when they are read first, so their checksum is the members'."""
+        if self._sum is not None and not again:
+            self._sum.update(view)
 
     def _copy(self, member: Member, out: JobWriter) -> None:
         spec, (output,) = member.source.spec, member.outputs

@@ -118,7 +118,8 @@ def manifest_content(
 
 def listed_shards(work: Work, records: Mapping[str, ShardRecord]) -> list[ListedShard]:
     """The shards as `beamq.json` lists them, from the journal's checksums."""
-    return [ListedShard.of(shard, records[shard.name].tensors) for shard in work.shards]
+    found = [(shard, records[shard.name]) for shard in work.shards]
+    return [ListedShard.of(s, r.tensors, r.sources, r.source_counts) for s, r in found]
 
 
 def _total_counts(plan: Plan, records: Mapping[str, ShardRecord]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from beamq.convert.gpu_queue import (
     device_errors,
     device_memory,
 )
-from beamq.convert.open_shards import JobResult, JobWriter, TensorSink, f32_bytes
+from beamq.convert.open_shards import JobResult, JobWriter, SourceSum, TensorSink, f32_bytes
 from beamq.errors import DeviceError
 from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
@@ -207,6 +207,7 @@ class GpuWorker:
         self._pool = pool
         self._fallback = fallback
         self._context = context
+        self._sum: SourceSum | None = None
         self._incoming = Ring(queue, IN_BYTES)
         self._outgoing = Ring(queue, OUT_BYTES)
         self._info = Chunk(queue, RESULT_NBYTES)
@@ -218,6 +219,7 @@ class GpuWorker:
         if not takes(job):
             return self._fallback.run(job, shard, held)
         out = JobWriter(shard)
+        self._sum = SourceSum(job) if self._context.sums else None
         views: Views = held or [None] * len(job.members)
         with self._queue.using(), self._memory(device_nbytes(job)) as memory:
             convert = self._fp8 if job.kind is JobKind.FP8 else self._nvfp4
@@ -225,6 +227,8 @@ class GpuWorker:
         if not finite:
             self._fallback.run(job, shard, held)  # raises `TensorError`, with the place
             raise DeviceError(f"{job.group}: NaN or infinity on the GPU only; use --device cpu")
+        if self._sum is not None:
+            out.result.source = self._sum.hexdigest()
         return out.result
 
     @contextmanager
@@ -310,6 +314,8 @@ class GpuWorker:
             source = update.base
         if view is not None:
             held = np.frombuffer(view, np.uint8, count=to.nbytes, offset=start)
+            if self._sum is not None:
+                self._sum.update(view[start : start + to.nbytes])
             if self._queue.locked(held.ctypes.data):  # a forward pass staged it: no copy needed
                 self._context.step(to.nbytes)
                 self._queue.upload(to, held.ctypes.data)
@@ -320,6 +326,8 @@ class GpuWorker:
             if held is None:
                 place = member.source.start + start + first
                 source.read_into(member.source.spec, chunk.view[:size], place)
+                if self._sum is not None:
+                    self._sum.update(chunk.view[:size])
             else:
                 np.copyto(chunk.array[:size], held[first : first + size])
             self._queue.upload(to.part(first, size), chunk.address)

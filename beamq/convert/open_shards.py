@@ -12,6 +12,7 @@ keep their temporary names) and raises the first failure.
 
 from __future__ import annotations
 
+import json
 import math
 import queue
 import struct
@@ -31,14 +32,32 @@ from beamq.plan.plan import Job, Nvfp4Outputs, Work
 
 @dataclass(slots=True, kw_only=True)
 class JobResult:
-    """The checksums of a job's output tensors by name, and what its kernels counted."""
+    """The checksums of a job's output tensors by name, and what its kernels counted.
+
+    `source` is the checksum of its source bytes (see `SourceSum`), "" where none was made.
+    """
 
     tensors: dict[str, str] = field(default_factory=dict)
+    source: str = ""
     underflow_blocks: int = 0
     zero_blocks: int = 0
     zero_groups: list[str] = field(default_factory=list)
     zero_rows: int = 0
     swept_groups: int = 0
+
+
+class SourceSum:
+    """The checksum of what a job is made from: names, dtypes and shapes of its source tensors, then
+    their bytes in order, in pieces of any size. `--only-changed` compares it (`only_changed`)."""
+
+    def __init__(self, job: Job) -> None:
+        self._checksum = new_checksum()
+        members = [
+            [m.role.name, m.source.spec.dtype, *map(str, m.source.shape)] for m in job.members
+        ]
+        self._checksum.update(json.dumps([str(job.kind), members]).encode())
+        self.update = self._checksum.update
+        self.hexdigest = self._checksum.hexdigest
 
 
 class TensorSink:
@@ -124,7 +143,7 @@ class OpenShards:
         self._lock = threading.Lock()
         self._open: dict[int, ShardWriter] = {}
         self._recent: OrderedDict[int, None] = OrderedDict()
-        self._results: dict[int, list[JobResult]] = {}
+        self._results: dict[int, list[tuple[str, JobResult]]] = {}
         self._finished: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._finisher = threading.Thread(target=self.guard, args=(self._finish,), daemon=True)
@@ -179,7 +198,7 @@ class OpenShards:
                 " the others; repair the source, or keep it in high precision with --exclude"
             )
         with self._lock:
-            self._results.setdefault(job.shard, []).append(result)
+            self._results.setdefault(job.shard, []).append((job.group, result))
             self._jobs_left[job.shard] -= 1
             done = self._jobs_left[job.shard] == 0
         if done:
@@ -200,19 +219,29 @@ def join(thread: threading.Thread) -> None:
         thread.join(0.1)
 
 
-def _record(writer: ShardWriter, results: Sequence[JobResult]) -> ShardRecord:
+COUNTED = ("underflow_blocks", "zero_blocks", "zero_rows")
+
+
+def _record(writer: ShardWriter, results: Sequence[tuple[str, JobResult]]) -> ShardRecord:
     shard, digests = writer.shard, dict[str, str]()
-    for result in results:
+    for _, result in results:
         digests |= result.tensors
-    summed = ["underflow_blocks", "zero_blocks", "zero_rows"]
-    if any(result.swept_groups for result in results):
+    summed = list(COUNTED)
+    if any(result.swept_groups for _, result in results):
         summed.append("swept_groups")
+    found = sorted((group, result) for group, result in results if result.source)
+    counts = {
+        group: {key: count for key in COUNTED if (count := getattr(result, key))}
+        for group, result in found
+    }
     return ShardRecord(
         name=shard.name,
         nbytes=shard.nbytes,
         tensors={tensor.name: digests[tensor.name] for tensor in shard.tensors},
         counts={
-            **{key: sum(getattr(result, key) for result in results) for key in summed},
-            "zero_groups": sorted(group for result in results for group in result.zero_groups),
+            **{key: sum(getattr(result, key) for _, result in results) for key in summed},
+            "zero_groups": sorted(group for _, result in results for group in result.zero_groups),
         },
+        sources={group: result.source for group, result in found},
+        source_counts={group: each for group, each in counts.items() if each},
     )

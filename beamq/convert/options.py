@@ -147,6 +147,12 @@ class ConvertOptions:
         type=Path,
     )
     activation_headroom: int | None = option(None, HEADROOM)
+    only_changed: str | Path | None = option(
+        None,
+        "Copy what has not changed from the folder of an earlier conversion; same bytes.",
+        metavar="PREVIOUS",
+        type=Path,
+    )
     exclude: Sequence[str] = option((), EXCLUDE)
     kv_cache: str | None = option(None, KV_CACHE)
     engine: str | None = option(None, ENGINE)

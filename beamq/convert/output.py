@@ -31,7 +31,7 @@ from beamq.plan.plan import Work
 from beamq.units import show_bytes
 
 OTHER_FILES_NBYTES = 65_536  # configs, card
-OTHER_FILES_NBYTES_PER_TENSOR = 400  # a tensor's lines in index, manifest and journal
+OTHER_FILES_NBYTES_PER_TENSOR = 550  # a tensor's lines in index, manifest and journal
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Unpack
 from beamq.adapter.options import AdapterKeywords, AdapterOptions
 from beamq.calib.options import TextKeywords
 from beamq.convert import output as output_folder
+from beamq.convert.cpu_worker import WorkerFactory
 from beamq.convert.finalise import finalise
 from beamq.convert.input_scales import (
+    InputScaleProvider,
     check_calibration,
     check_headroom,
     check_options,
     given_input_scales,
 )
+from beamq.convert.only_changed import Previous, ReusingFactory, open_previous
 from beamq.convert.options import ConvertOptions, RunKeywords
 from beamq.convert.resources import (
     check_memory,
@@ -55,7 +58,8 @@ class QuantizeResult:
     """What a conversion did. `manifest` is beamq.json, or None for a dry run or other ranks.
 
     `engine` says on which device and threads it ran, "" for a dry run. `stats` are those of a
-    calibration in the same run; None where there was none, or nothing was left to do.
+    calibration in the same run; None where there was none, or nothing was left to do. `unchanged`
+    says what was copied from `only_changed`.
     """
 
     __repr__ = short_repr
@@ -67,6 +71,7 @@ class QuantizeResult:
     resumed_shards: int
     engine: str = ""
     stats: CalibrationStats | None = None
+    unchanged: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +100,7 @@ class QuantizeKeywords(RunKeywords, TextKeywords, AdapterKeywords, total=False):
     max_device_memory: int | str | None
     statistics: str | Path | None
     activation_headroom: int | None
+    only_changed: str | Path | None
     exclude: Sequence[str] | str
     kv_cache: str | None
     engine: str | None
@@ -145,7 +151,11 @@ def quantize(
             lambda opened: make_plan(opened, recipe, max_shard_bytes=options.max_shard_bytes),
             how,
         )  # fmt: skip
-        result = _convert(checkpoint, plan, output, options, events, ranks)
+        previous = None
+        if options.only_changed is not None:
+            with ranks.agreeing():
+                previous = open_previous(stack, options.only_changed, plan, checkpoint, output)
+        result = _convert(checkpoint, plan, output, options, events, ranks, previous)
     return replace(result, seconds=time.monotonic() - begun)
 
 
@@ -156,6 +166,7 @@ def _convert(
     options: ConvertOptions,
     events: ConvertEvents,
     ranks: Ranks,
+    previous: Previous | None,
 ) -> QuantizeResult:
     """Check the plan, choose the device and the input scales, convert."""
     threads, memory = options.workers or default_workers(), options.max_host_memory
@@ -173,22 +184,19 @@ def _convert(
     if options.dry_run:
         if ranks.first:
             events.on_plan(plan)
-        finished = output_folder.finished_nbytes(output, plan) if options.resume else 0
-        output_folder.check_space(
-            output, plan, finished, options.cache_bytes, replaced=options.overwrite
-        )
+        _check_space(plan, output, options)
         return result
     factory = open_workers(choice, checkpoint, plan, memory=memory, workers=threads)
     if ranks.first:
         events.on_plan(plan)
         events.on_engine(worker_sentence(choice, factory, threads, processes=ranks.world))
+    reusing = None
+    if previous is not None:
+        factory = reusing = ReusingFactory(
+            factory, previous, checkpoint, plan, link=scales is not None
+        )
     if scales is None:
-        from beamq.convert.one_pass import OnePass  # torch
-
-        scales = OnePass(
-            checkpoint, plan, output, options, ranks, factory,
-            on_start=events.on_start, on_layer=events.on_layer,
-        )  # fmt: skip
+        scales = _one_pass(checkpoint, plan, output, options, events, ranks, factory)
     manifest, kept = Conversion(
         checkpoint=checkpoint,
         work=plan,
@@ -208,4 +216,31 @@ def _convert(
         resumed_shards=kept,
         engine=choice.text(factory.count(threads), ranks.world),
         stats=scales.stats,
+        unchanged="" if reusing is None else reusing.sentence(),
     )
+
+
+def _check_space(plan: Plan, output: Path, options: ConvertOptions) -> None:
+    """For a dry run."""
+    finished = output_folder.finished_nbytes(output, plan) if options.resume else 0
+    output_folder.check_space(
+        output, plan, finished, options.cache_bytes, replaced=options.overwrite
+    )
+
+
+def _one_pass(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    output: Path,
+    options: ConvertOptions,
+    events: ConvertEvents,
+    ranks: Ranks,
+    factory: WorkerFactory,
+) -> InputScaleProvider:
+    """Input scales by a calibration in the same run."""
+    from beamq.convert.one_pass import OnePass  # torch
+
+    return OnePass(
+        checkpoint, plan, output, options, ranks, factory,
+        on_start=events.on_start, on_layer=events.on_layer,
+    )  # fmt: skip

@@ -40,7 +40,7 @@ from beamq.io.journal import STATE_DIR, Identity, Journal, ShardRecord, check_id
 from beamq.io.lock import check_shared
 from beamq.io.manifest import DEFAULT_ALGORITHM, MANIFEST_NAME, Manifest
 from beamq.io.shard_writer import publish
-from beamq.plan.plan import Job, JobKind, Work
+from beamq.plan.plan import Job, JobKind, Plan, Work
 from beamq.ranks import Ranks, share
 from beamq.signals import short_turns, stop_on_signals
 from beamq.version import __version__
@@ -165,6 +165,8 @@ class Conversion:
             input_scale=lambda module: self.scales.known.scale(module),
             stopped=stop.is_set,
             advance=meter.advance,
+            # With an adapter, a GPU reads the bytes from before the merge.
+            sums=isinstance(self.work, Plan) and self.checkpoint.source.merged is None,
         )
         try:
             with (

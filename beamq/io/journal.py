@@ -63,12 +63,18 @@ _MEANING = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardRecord:
-    """A finished shard: tensor checksums in file order, and what the kernels counted."""
+    """A finished shard: tensor checksums in file order, and what the kernels counted.
+
+    `sources` are checksums of what each group was made from, `source_counts` what the kernels
+    counted in it, where that is not 0; both empty where no `--only-changed` can use them.
+    """
 
     name: str
     nbytes: int
     tensors: Mapping[str, str]
     counts: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    source_counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 class Journal:
@@ -188,7 +194,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def _record(entry: Mapping[str, Any]) -> ShardRecord | None:
     """A line as a record, or None if it is not in the form that `append` writes."""
-    if set(entry) != {"name", "nbytes", "tensors", "counts"}:
+    if set(entry) != {"name", "nbytes", "tensors", "counts", "sources", "source_counts"}:
         return None
     tensors = entry["tensors"]
     sound = (
@@ -197,6 +203,7 @@ def _record(entry: Mapping[str, Any]) -> ShardRecord | None:
         and isinstance(tensors, dict)
         and all(is_digest(digest) for digest in tensors.values())
         and sound_counts(entry["counts"])
+        and sound_sources(entry["sources"], entry["source_counts"])
     )
     return ShardRecord(**entry) if sound else None
 
@@ -208,6 +215,16 @@ def sound_counts(counts: Any) -> bool:
         if key == "zero_groups"
         else isinstance(value, int)
         for key, value in counts.items()
+    )
+
+
+def sound_sources(sources: Any, counts: Any) -> bool:
+    """Whether these are a record's `sources` and `source_counts`."""
+    return (
+        isinstance(sources, dict)
+        and isinstance(counts, dict)
+        and all(is_digest(digest) for digest in sources.values())
+        and all(sound_counts(each) and "zero_groups" not in each for each in counts.values())
     )
 
 

@@ -45,21 +45,37 @@ _DIGEST = re.compile(r"[0-9a-f]{8,128}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedShard:
     """A shard as the manifest lists it: `nbytes` with its header, `tensors` in file order with
-    the checksum of each. `sound` is false where an entry is not in the form that beamq writes;
-    `tensors` then holds those that are."""
+    the checksum of each. `sources` and `source_counts` are as in the journal's record, unchecked.
+    `sound` is false where an entry is not in the form that beamq writes; `tensors` then holds those
+    that are."""
 
     name: str
     nbytes: Any
     digest: str
     tensors: Mapping[str, str] = field(repr=False)
     sound: bool = True
+    sources: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    source_counts: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, shard: Shard, digests: Mapping[str, str]) -> ListedShard:
-        """The entry of a shard that was written, from the checksums of its tensors."""
+    def of(
+        cls,
+        shard: Shard,
+        digests: Mapping[str, str],
+        sources: Mapping[str, str],
+        source_counts: Mapping[str, Mapping[str, int]],
+    ) -> ListedShard:
+        """The entry of a shard that was written, from its record."""
         tensors = {tensor.name: digests[tensor.name] for tensor in shard.tensors}
         digest = shard_digest(shard.header, tensors.values())
-        return cls(name=shard.name, nbytes=shard.nbytes, digest=digest, tensors=tensors)
+        return cls(
+            name=shard.name,
+            nbytes=shard.nbytes,
+            digest=digest,
+            tensors=tensors,
+            sources=sources,
+            source_counts=source_counts,
+        )
 
     @classmethod
     def parse(cls, entry: Any) -> ListedShard:
@@ -74,6 +90,8 @@ class ListedShard:
             digest=str(digest),
             tensors=digests,
             sound=sound,
+            sources=_object(entry.get("sources")),
+            source_counts=_object(entry.get("source_counts")),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +101,8 @@ class ListedShard:
             "bytes": self.nbytes,
             "digest": self.digest,
             "tensors": dict(self.tensors),
+            **({"sources": dict(self.sources)} if self.sources else {}),
+            **({"source_counts": dict(self.source_counts)} if self.source_counts else {}),
         }
 
 

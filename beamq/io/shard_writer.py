@@ -12,6 +12,7 @@ incomplete shard under its final name.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import threading
@@ -26,6 +27,7 @@ from beamq.io.files import open_file, unreadable
 
 PARTIAL = ".partial"
 COPY_BYTES = 1 << 20
+FICLONE = 0x40049409  # Linux: make one file share all blocks of another
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -155,9 +157,43 @@ class ShardWriter:
                 descriptor, self._descriptor = self._descriptor, -1
                 os.close(descriptor)
 
+    def share(self, whole: Path) -> bool:
+        """Put `whole`, which has this shard's bytes, in place of the file: a clone that shares its
+        blocks, or a hard link. False, and nothing changed, where the file system can do neither.
+        Nothing may have been written yet, and nothing may be written after."""
+        self.rest()
+        whole, clone = whole.resolve(), self.final.with_name(f"{self.shard.name}.clone{PARTIAL}")
+        with disk_errors(clone, "replacing it"):
+            clone.unlink(missing_ok=True)
+            if not (_clone(whole, clone) or _link(whole, clone)):
+                return False
+            os.replace(clone, self.partial)
+        return True
+
     def publish(self) -> None:
         """Give the shard its final name; durable on return."""
         publish(self.partial, self.final)
+
+
+def _clone(whole: Path, clone: Path) -> bool:
+    descriptor, _ = open_file(whole)
+    try:
+        with open(descriptor, "rb") as reader, _create(clone) as writer:
+            fcntl.ioctl(writer.fileno(), FICLONE, reader.fileno())
+    except OSError:
+        clone.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _link(whole: Path, clone: Path) -> bool:
+    if not os.access(whole, os.W_OK):  # fsync will open it, although nothing is written
+        return False
+    try:
+        os.link(whole, clone)
+    except OSError:
+        return False
+    return True
 
 
 def publish(partial: Path, final: Path, *, resumable: bool = True) -> None:

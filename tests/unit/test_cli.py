@@ -54,7 +54,7 @@ SURFACE = {
         | CALIBRATION
         | ADAPTER
         | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"}
-        | {"--activation-headroom"},
+        | {"--activation-headroom", "--only-changed"},
     ),
     "verify": (
         "checkpoint",
