@@ -31,6 +31,7 @@ from beamq import devices
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import Role, TensorRole, classify
 from beamq.convert.open_shards import MAX_UNDERFLOW_SHARE
+from beamq.convert.profiles import PROFILES, Profile, profile_of, quantize_stack
 from beamq.convert.resources import LEAST_CAPABILITY
 from beamq.errors import (
     CalibrationError,
@@ -60,7 +61,7 @@ Named = tuple[str, torch.Tensor]
 _DTYPES = {TORCH_DTYPES[name]: name for name in FLOAT_SOURCES}
 
 
-@takes(profile=Flag("", choices=("beamq",)), partial=Flag("", choices=("error", "hold")))
+@takes(profile=Flag("", choices=("beamq", *PROFILES)), partial=Flag("", choices=("error", "hold")))
 def quantize_tensors(
     named: Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor],
     recipe: Recipe | str | Path,
@@ -75,7 +76,8 @@ def quantize_tensors(
 
     `named` are tensors of a model under the names of transformers' checkpoints, all or some,
     experts one by one or packed; BF16, F16 or F32. `config` is the parsed config.json, its folder,
-    or a `BeamConfig`. `profile` says whose bytes: "beamq" is the only one. `input_scales` are
+    or a `BeamConfig`. `profile` says whose bytes: "beamq", or one of `profiles.PROFILES`, for which
+    the recipe says only which parts are quantized. `input_scales` are
     calibration statistics or their file, with the recipe's headroom, or a number for each linear
     by its name or by that of the stored tensor; without them each is 1.0. `device` is where the
     tensors must be (default: where the first one is). `partial` says what becomes of linears whose
@@ -99,13 +101,15 @@ def quantize_tensors(
         )
     if not isinstance(named, Iterable):
         raise UsageError(f"named is {printable(repr(named), 60)}, expected pairs (name, tensor)")
+    model = targets_of(config, recipe)
     return TensorStream(
         named.items() if isinstance(named, Mapping) else named,
-        targets_of(config, recipe),
+        model,
         recipe.scales,
         _input_scale(input_scales, config, recipe.headroom),
         None if device is None else torch.empty(0, device=devices.usable_device(device)).device,
         hold=partial == "hold",
+        profile=profile_of(profile, recipe, model),
     )
 
 
@@ -226,6 +230,7 @@ class TensorStream(Iterator[Named]):
         device: torch.device | None,
         *,
         hold: bool,
+        profile: Profile | None = None,
     ) -> None:
         self._model = model
         self._scale_rule = scale_rule
@@ -233,6 +238,7 @@ class TensorStream(Iterator[Named]):
         self._device = device
         self._kernels: Any = None if device is None else _kernels(device)
         self._hold = hold
+        self._profile = profile
         self._seen: dict[str, str] = {}
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
         self._found: list[tuple[list[Target], torch.Tensor]] = []  # on a GPU, to look at last
@@ -330,6 +336,14 @@ class TensorStream(Iterator[Named]):
         self, targets: list[Target], tensors: list[torch.Tensor]
     ) -> tuple[list[Named], torch.Tensor]:
         (target,), w = targets, _stack(targets[0], tensors[0])
+        if self._profile is not None:
+            pairs, found = quantize_stack(self._profile, w, len(target.linears[0]))
+            rows = zip(*(_rows(target, each) for each in pairs), strict=True)
+            return [
+                (name, tensor.contiguous())
+                for (role, code), (_, scale) in rows
+                for name, tensor in zip(self._profile.names(role), (code, scale), strict=True)
+            ], found
         counts = torch.zeros(2, dtype=torch.int32, device=w.device)
         made = self._kernels.fp8_quantize_rows(w, counts=counts)
         codes, scales = (_rows(target, each) for each in made)

@@ -56,14 +56,20 @@ def quantize_blocks(w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The blocks at the end of an N or K that is no multiple of 128 are smaller.
     """
-    w = w_NK.float()
-    n, k = w.shape[-2:]
-    padded = torch.nn.functional.pad(_magnitudes(w), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
-    rows, columns = padded.shape[-2] // FP8_BLOCK, padded.shape[-1] // FP8_BLOCK
-    blocks = padded.reshape(*w.shape[:-2], rows, FP8_BLOCK, columns, FP8_BLOCK)
-    amax_RC = blocks.amax(dim=(-3, -1)).clamp(min=BLOCK_AMAX_FLOOR)
+    w, amax_RC = w_NK.float(), block_amax(w_NK)
     scale_RC = amax_RC / torch.full_like(amax_RC, E4M3_MAX)
-    return to_e4m3(w / spread_blocks(scale_RC, n, k)), scale_RC
+    return to_e4m3(w / spread_blocks(scale_RC, *w.shape[-2:])), scale_RC
+
+
+def block_amax(w_NK: torch.Tensor) -> torch.Tensor:
+    """F32 [..., ceil(N/128), ceil(K/128)]: the largest magnitude of each block, at least 1e-10."""
+    n, k = w_NK.shape[-2:]
+    padded = torch.nn.functional.pad(
+        _magnitudes(w_NK.float()), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK)
+    )
+    rows, columns = padded.shape[-2] // FP8_BLOCK, padded.shape[-1] // FP8_BLOCK
+    blocks = padded.reshape(*w_NK.shape[:-2], rows, FP8_BLOCK, columns, FP8_BLOCK)
+    return blocks.amax(dim=(-3, -1)).clamp(min=BLOCK_AMAX_FLOOR)
 
 
 def dequantize_blocks(

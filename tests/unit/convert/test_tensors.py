@@ -410,7 +410,7 @@ def test_one_wild_weight(
         ({"input_scales": 3}, UsageError, "input_scales is 3"),
         ({"input_scales": "no-such-file"}, CalibrationError, "no-such-file"),
         ({"partial": "skip"}, UsageError, "partial is 'skip', expected error or hold"),
-        ({"profile": "miles"}, UsageError, "profile is 'miles', expected beamq"),
+        ({"profile": "miles"}, UsageError, "profile is 'miles', expected beamq or skyrl-fp8-block"),
         ({"device": "tpu"}, UsageError, "device 'tpu'"),
         ({"device": "cuda:9"}, DeviceError, "device cuda:9"),
         ({"config": {"model_type": "llama"}}, ConfigError, "model_type"),
