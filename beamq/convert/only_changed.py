@@ -293,12 +293,12 @@ class ReusingFactory:
             self.reused.copied += 1
         return result
 
-    def sentence(self) -> str:
-        """For the result's table."""
+    def sentence(self, processes: int = 1) -> str:
+        """For the result's table. Of several processes each counts its own."""
         found = self.reused
-        text = (
-            f"{found.copied:,} of {counted(found.groups, 'group')} copied from the earlier folder"
-        )
+        groups = counted(found.groups, "group")
+        whose = "" if processes == 1 else " of this process"
+        text = f"{found.copied:,} of {groups}{whose} copied from the earlier folder"
         if found.linked:
             text += f"; {counted(found.linked, 'shard shares', 'shards share')} its files"
         if found.damaged:

@@ -216,7 +216,7 @@ def _convert(
         resumed_shards=kept,
         engine=choice.text(factory.count(threads), ranks.world),
         stats=scales.stats,
-        unchanged="" if reusing is None else reusing.sentence(),
+        unchanged="" if reusing is None else reusing.sentence(ranks.world),
     )
 
 
