@@ -81,6 +81,16 @@ def test_verify_passes_and_the_manifest_tells(
     expected = ("gptq", "none") if recipe == "nvfp4-gptq" else ("nearest", "second-moment")
     assert (rounding, weighting) == expected
     assert manifest["counts"]["zero_blocks"] == 0
+    swept = manifest["counts"].get("swept_groups", 0)
+    card = (made(recipe) / "README.md").read_text()
+    if recipe == "nvfp4-gptq":
+        assert 0 < swept < 160
+        texts = manifest["input_scales"]["held_out"]
+        assert [(each["name"], each["rows"]) for each in texts] == [("prose", 4), ("vocabulary", 4)]
+        assert f"{swept} groups of their weights kept the scale sweep" in card
+    else:
+        assert swept == 0
+        assert "held_out" not in manifest["input_scales"]
     assert "calibrat" in (made(recipe) / "README.md").read_text()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from beamq.calib import expert_rounding
 from beamq.convert.quantize import quantize
 from beamq.eval.verify.verify import verify
 from beamq.formats import gptq
@@ -48,6 +50,21 @@ def test_all_columns(
     assert torch.equal(ours.block_scale.view(torch.uint8), wanted.block_scale.view(torch.uint8))
 
 
+def test_the_sweep_that_gptq_is_held_against(cuda: torch.device) -> None:
+    """Codes, scales and the errors that are scored have the CPU's bits."""
+    torch.manual_seed(0)
+    w = (torch.randn(3, 96, 256) * 0.02).bfloat16()
+    scale = global_scale_from_amax(w.abs().amax((1, 2)).float())
+    wanted = expert_rounding._swept(w, scale, None)
+    found = expert_rounding._swept(w.to(cuda), scale.to(cuda), None)
+    assert torch.equal(found.codes.cpu(), wanted.codes)
+    assert torch.equal(
+        found.block_scale.view(torch.uint8).cpu(), wanted.block_scale.view(torch.uint8)
+    )
+    errors = expert_rounding._errors(w.to(cuda), found)
+    assert torch.equal(errors.cpu(), expert_rounding._errors(w, wanted))
+
+
 def test_a_model(beam_nano: Path, tmp_path: Path) -> None:
     quantize(
         beam_nano, tmp_path / "out", recipe="nvfp4-gptq", device="cuda", samples=8,
@@ -55,6 +72,12 @@ def test_a_model(beam_nano: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     report = verify(tmp_path / "out", source=beam_nano, sample=4)
     assert report.ok, report.failures
+    manifest = json.loads((tmp_path / "out" / "beamq.json").read_text())
+    assert [text["name"] for text in manifest["input_scales"]["held_out"]] == [
+        "prose",
+        "vocabulary",
+    ]
+    assert 0 < manifest["counts"]["swept_groups"] < 160
 
 
 def test_what_does_not_fit_is_refused(cuda: torch.device) -> None:
