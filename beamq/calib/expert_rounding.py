@@ -15,8 +15,9 @@ real model. gate and up share moments as they share a global scale. An expert wi
 inputs is drawn towards the moments of the whole layer (`gptq.shrunk`).
 
 GPTQ fits the calibration text. So a group is rounded both ways, and each way's products with the
-expert's rows of held-out texts (calib/held_out.py) are compared with the exact ones. Where GPTQ has
-the larger error on any of these texts, the sweep's codes and scales are written.
+expert's rows of held-out texts (calib/held_out.py) are compared with the exact ones. Where GPTQ's
+squared error is the larger one, as the mean over texts of its ratio to the sweep's, the sweep's
+codes and scales are written.
 
 Rows of an expert are gathered over batches, so that each step is one large call. Its size depends
 on the expert's own rows alone, so neither the other experts nor the number of processes changes a
@@ -235,7 +236,7 @@ class RoundedGroup:
     """One scale group on the host: `codes` U8 [N, K/2], `block_scale` U8 (E4M3 bits) [N, K/16].
 
     `zero_blocks` and `underflow_blocks` are the counts of plain rounding (`cpu.Nvfp4Counts`);
-    `swept` says that GPTQ was worse than the sweep on a held-out text, and these are the sweep's.
+    `swept` says that GPTQ was worse than the sweep on held-out text, and these are the sweep's.
     """
 
     codes: torch.Tensor
@@ -326,7 +327,8 @@ class ExpertRounding:
             plain = _swept(w_ENK, scale_E, None)
             errors = [_errors(w_ENK, each) for each in (found, plain)]
             ours_EX, theirs_EX = moments.losses(group, part, experts, errors)
-            worse_E = (ours_EX > theirs_EX).any(dim=1)
+            # 0 / 0 is a text without a row for this expert; without any text it is GPTQ's.
+            worse_E = (ours_EX / theirs_EX).nanmean(dim=1) > 1
             found = _either(worse_E, plain, found)
         else:
             worse_E = torch.zeros_like(amax_E, dtype=torch.bool)

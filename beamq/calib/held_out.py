@@ -8,7 +8,7 @@ texts that every machine has (`HeldOutText`), unlike source code in different wa
                  the model reads, in no order
 
 The one idea: GPTQ fits the text that it sees. What it does elsewhere shows on a few rows that
-differ from it (calib/expert_rounding.py keeps the scale sweep where GPTQ is worse on any of them).
+differ from it (calib/expert_rounding.py keeps the scale sweep where GPTQ is worse on them).
 
 Limits: neither is text as users write it; a text for which Python has no source is left out.
 """
