@@ -218,8 +218,8 @@ def _launch(job: Job, plan: Plan, memory: Memory) -> None:
     n = sum(member.source.shape[0] for member in job.members)
     areas = gpu_worker.split(memory, gpu_worker.area_nbytes(job))
     source, codes, scales, info = (area.address for area in areas)
-    if job.kind is JobKind.FP8:
-        gpu.fp8_rows(source, codes, scales, info, dtype=dtype, n=n, k=k)
+    if job.kind is not JobKind.NVFP4:
+        gpu.fp8_rows(source, codes, scales, info, rounding=job.kind, dtype=dtype, n=n, k=k)
     else:
         rule = plan.scales
         gpu.nvfp4_group(source, codes, scales, info, dtype=dtype, n=n, k=k, scale_rule=rule)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar, assert_never
+from typing import Generic, Protocol, TypeVar
 
 from beamq.beam.tensors import Role
 from beamq.convert.open_shards import JobResult, JobWriter, SourceSum, f32_bytes
@@ -30,7 +30,7 @@ from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import ShardWriter
-from beamq.plan.layout import NVFP4_BLOCK
+from beamq.plan.layout import NVFP4_BLOCK, WeightFormat
 from beamq.plan.plan import Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs
 
 PIECE_BYTES = 1 << 20
@@ -155,14 +155,12 @@ class CpuWorker:
         match job.kind:
             case JobKind.COPY:
                 self._copy(job.members[0], out)
-            case JobKind.FP8:
-                self._fp8(job.members[0], out)
+            case JobKind.FP8 | JobKind.FP8_BLOCK | JobKind.MXFP8:
+                self._fp8(job.kind.weights, job.members[0], out)
             case JobKind.NVFP4:
                 self._nvfp4(job, out)
-            case JobKind.DECODE_NVFP4 | JobKind.DECODE_FP8:
-                self._decode(job.kind, job.members[0], out)
             case _:
-                assert_never(job.kind)
+                self._decode(job.kind.weights, job.members[0], out)
         if self._sum is not None:
             out.result.source = self._sum.hexdigest()
         return out.result
@@ -216,44 +214,47 @@ class CpuWorker:
             sink.append(view if edit is None else memoryview(edit(bytes(view))))
         sink.finish()
 
-    def _fp8(self, member: Member, out: JobWriter) -> None:
+    def _fp8(self, fmt: WeightFormat, member: Member, out: JobWriter) -> None:
         dtype, (n, k) = member.source.spec.dtype, member.source.shape
         row_bytes = k * ITEMSIZE[dtype]
         outputs = Fp8Outputs(*member.outputs)
         sink = out.sink(outputs.codes)
-        scales = self._scales.view(n * 4)
+        scales = self._scales.view(fmt.scale_nbytes(n, k))
         row = 0
-        for start, nbytes in self._pieces(member, row_bytes):
+        for start, nbytes in self._pieces(member, row_bytes * fmt.block[0]):
             rows = nbytes // row_bytes
             source = self._piece(member, start, nbytes)
             codes = self._codes.view(rows * k)
-            part = scales[row * 4 : (row + rows) * 4]
-            counts = cpu.fp8_quantize_rows(source, dtype, k, codes, part)
+            part = scales[fmt.scale_nbytes(row, k) : fmt.scale_nbytes(row + rows, k)]
+            counts = cpu.fp8_quantize(fmt.rounding, source, dtype, k, codes, part)
             _refuse_nonfinite(member, counts, row * k)
-            out.result.zero_rows += counts.zero_rows
+            if fmt.rounding == "fp8":
+                out.result.zero_rows += counts.zero_rows
+            else:
+                out.result.zero_blocks += counts.zero_rows
             sink.append(codes)
             row += rows
         sink.finish()
-        out.write(outputs.row_scale, scales)
+        out.write(outputs.scale, scales)
 
-    def _decode(self, kind: JobKind, member: Member, out: JobWriter) -> None:
+    def _decode(self, fmt: WeightFormat, member: Member, out: JobWriter) -> None:
         """Codes back to BF16; the scales are found by name, in tensors next to the codes."""
         (output,), module = member.outputs, member.role.module
         n, k = output.shape
-        scales = memoryview(self._checkpoint.read(f"{module}.weight_scale"))
-        global_scale = self._global_scale(member) if kind is JobKind.DECODE_NVFP4 else 1.0
-        row_codes, row_scales = member.source.nbytes // n, scales.nbytes // n
+        scales = memoryview(self._checkpoint.read(f"{module}.{fmt.scale}"))
+        global_scale = self._global_scale(member) if fmt.scalars else 1.0
+        row_codes = member.source.nbytes // n
         sink = out.sink(output)
         row = 0
-        for start, nbytes in self._pieces(member, row_codes):
+        for start, nbytes in self._pieces(member, row_codes * fmt.block[0]):
             rows = nbytes // row_codes
             codes = self._piece(member, start, nbytes)
             values = self._codes.view(rows * k * 2)
-            part = scales[row * row_scales : (row + rows) * row_scales]
-            if kind is JobKind.DECODE_NVFP4:
+            part = scales[fmt.scale_nbytes(row, k) : fmt.scale_nbytes(row + rows, k)]
+            if fmt.scalars:
                 cpu.nvfp4_dequantize(codes, part, k, global_scale, values, "BF16")
             else:
-                cpu.fp8_dequantize_rows(codes, part, k, values, "BF16")
+                cpu.fp8_dequantize(fmt.rounding, codes, part, k, values, "BF16")
             found = cpu.amax(values, "BF16")  # finds a NaN among codes or scales, or a wild scale
             if found.nonfinite:
                 place = list(divmod(row * k + found.first_nonfinite, k))

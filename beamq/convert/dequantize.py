@@ -38,7 +38,7 @@ from beamq.io.safetensors_header import TensorSpec, few
 from beamq.io.shard_writer import copy_file, write_json
 from beamq.io.source import INDEX_NAME
 from beamq.options import from_keywords, ignore, takes
-from beamq.plan.layout import SUFFIXES, WEIGHT_FORMATS, stored_as
+from beamq.plan.layout import SUFFIXES, WEIGHT_FORMATS, format_in
 from beamq.plan.plan import Draft, JobKind, Work, place
 from beamq.plan.sources import SourceRange
 from beamq.ranks import current_ranks
@@ -180,13 +180,12 @@ def _drafts(source: Checkpoint, config: BeamConfig) -> Iterator[Draft]:
     for role, shape in expected_tensors(config):
         spec = source.spec(role.name)
         used.add(role.name)
-        parts = {suffix: f"{role.module}.{suffix}" for suffix in SUFFIXES}
-        stored = {suffix: source.tensors[n] for suffix, n in parts.items() if n in source.tensors}
-        fmt = stored_as({suffix: (each.dtype, each.shape) for suffix, each in stored.items()})
-        if fmt is None or not stored.keys() - {"weight"}:
+        fmt = format_in(source.tensors, role.module)
+        names = {f"{role.module}.{suffix}" for suffix in SUFFIXES}
+        if fmt is None or not (names & source.tensors.keys()) - {role.name}:
             yield _copy(role, spec, shape)
             continue
-        used.update(parts.values())
+        used.update(names)
         _check_quantized(source, role.module, fmt, shape)
         yield _draft(JobKind(f"decode-{WEIGHT_FORMATS[fmt].rounding}"), role, spec, "BF16", shape)
     for name, spec in source.tensors.items():

@@ -144,7 +144,7 @@ class GpuQueue(Protocol):
         self, to: Memory, dtype: str, a: Floats, b: Floats, scaling: float
     ) -> None: ...
     def nvfp4(self, layout: DeviceLayout, dtype: str, n: int, k: int, rule: str) -> None: ...
-    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None: ...
+    def fp8(self, layout: DeviceLayout, rounding: str, dtype: str, n: int, k: int) -> None: ...
     def drain(self) -> None: ...
 
 
@@ -222,9 +222,9 @@ class CudaQueue:
         body = partial(self._kernels.nvfp4_group, dtype=dtype, n=n, k=k, scale_rule=rule)
         self._launch(layout, (rule, dtype, n, k), body)
 
-    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
-        body = partial(self._kernels.fp8_rows, dtype=dtype, n=n, k=k)
-        self._launch(layout, ("fp8", dtype, k), body)
+    def fp8(self, layout: DeviceLayout, rounding: str, dtype: str, n: int, k: int) -> None:
+        body = partial(self._kernels.fp8_rows, rounding=rounding, dtype=dtype, n=n, k=k)
+        self._launch(layout, (rounding, dtype, k), body)
 
     def _launch(self, layout: DeviceLayout, kind: Hashable, body: Callable[..., None]) -> None:
         self._driver.fill(layout.info.address, 0, RESULT_NBYTES, self._stream)

@@ -45,8 +45,8 @@ from beamq.formats.kernels import RESULT_NBYTES, KernelResult, cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import ITEMSIZE
 from beamq.io.shard_writer import ShardWriter
-from beamq.plan.layout import NVFP4_BLOCK
-from beamq.plan.plan import Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs, Work
+from beamq.plan.layout import FP8_BLOCK, NVFP4_BLOCK
+from beamq.plan.plan import FP8_KINDS, Fp8Outputs, Job, JobKind, Member, Nvfp4Outputs, Work
 
 # Device layout: what a job takes on a GPU, and where. It follows from shapes alone.
 
@@ -58,10 +58,11 @@ ALIGNMENT = 256
 def takes(job: Job) -> bool:
     """Whether the kernels do a job: linears with one dtype and one row length."""
     kinds = {(member.source.spec.dtype, member.source.shape[-1]) for member in job.members}
-    if job.kind not in (JobKind.NVFP4, JobKind.FP8) or len(kinds) != 1 or not job.source_nbytes:
+    converts = job.kind is JobKind.NVFP4 or job.kind in FP8_KINDS
+    if not converts or len(kinds) != 1 or not job.source_nbytes:
         return False
     dtype, k = kinds.pop()
-    return dtype in FLOAT_SOURCES and (job.kind is JobKind.NVFP4 or k <= MAX_FP8_K)
+    return dtype in FLOAT_SOURCES and (job.kind is not JobKind.FP8 or k <= MAX_FP8_K)
 
 
 def device_nbytes(job: Job) -> int:
@@ -73,21 +74,20 @@ def area_nbytes(job: Job) -> tuple[int, int, int, int]:
     """Bytes of a job's areas of `DeviceLayout`; of an FP8 job, for as many rows as go at a time."""
     item, k = ITEMSIZE[job.members[0].source.spec.dtype], job.members[0].source.shape[1]
     rows = sum(member.source.shape[0] for member in job.members)
-    if job.kind is JobKind.FP8:
+    if job.kind in FP8_KINDS:
         rows = min(rows, part_rows(k, item))
     return area_sizes(job.kind, rows, k, item)
 
 
 def part_rows(k: int, item: int) -> int:
-    """FP8 rows of `k` values of `item` bytes that are on the device at a time."""
-    return max(1, PART_BYTES // (k * item))
+    """FP8 rows of `k` values of `item` bytes that are on the device at a time: whole blocks."""
+    return max(1, PART_BYTES // (k * item * FP8_BLOCK)) * FP8_BLOCK
 
 
 def area_sizes(kind: JobKind, n: int, k: int, item: int) -> tuple[int, int, int, int]:
     """Bytes of each area of `DeviceLayout` for [n, k] values of `item` bytes."""
-    if kind is JobKind.FP8:
-        return n * k * item, n * k, n * 4, RESULT_NBYTES
-    return n * k * item, n * k // 2, n * k // NVFP4_BLOCK, RESULT_NBYTES
+    codes = n * k // 2 if kind is JobKind.NVFP4 else n * k
+    return n * k * item, codes, kind.weights.scale_nbytes(n, k), RESULT_NBYTES
 
 
 def aligned(nbytes: int) -> int:
@@ -222,7 +222,7 @@ class GpuWorker:
         self._sum = SourceSum(job) if self._context.sums else None
         views: Views = held or [None] * len(job.members)
         with self._queue.using(), self._memory(device_nbytes(job)) as memory:
-            convert = self._fp8 if job.kind is JobKind.FP8 else self._nvfp4
+            convert = self._fp8 if job.kind in FP8_KINDS else self._nvfp4
             finite = convert(job, views, memory, out)
         if not finite:
             self._fallback.run(job, shard, held)  # raises `TensorError`, with the place
@@ -286,22 +286,25 @@ class GpuWorker:
         return True
 
     def _fp8(self, job: Job, views: Views, memory: Memory, out: JobWriter) -> bool:
-        """Whether all values are finite. Rows share nothing, so they go in parts."""
+        """Whether all values are finite. Parts of whole blocks of rows share nothing."""
         for member, view in zip(job.members, views, strict=True):
             dtype, (n, k) = member.source.spec.dtype, member.source.shape
             item, outputs = ITEMSIZE[dtype], Fp8Outputs(*member.outputs)
             at_once = part_rows(k, item)
-            code_sink, scale_sink = out.sink(outputs.codes), out.sink(outputs.row_scale)
+            code_sink, scale_sink = out.sink(outputs.codes), out.sink(outputs.scale)
             for row in range(0, n, at_once):
                 rows = min(at_once, n - row)
                 layout = split(memory, area_sizes(job.kind, rows, k, item))
                 self._upload(layout.source, member, row * k * item, view)
-                self._queue.fp8(layout, dtype, rows, k)
+                self._queue.fp8(layout, job.kind, dtype, rows, k)
                 parts = [(layout.codes, code_sink), (layout.scales, scale_sink)]
                 found = self._download(layout.info, parts, lambda found: not found.counts[0])
                 if found is None:
                     return False
-                out.result.zero_rows += found.counts[1]
+                if job.kind is JobKind.FP8:
+                    out.result.zero_rows += found.counts[1]
+                else:
+                    out.result.zero_blocks += found.counts[1]
             code_sink.finish()
             scale_sink.finish()
         return True

@@ -24,7 +24,7 @@ from beamq.errors import DeviceError, MemoryBudgetError
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.shard_cache import check_budget
-from beamq.plan.plan import JobKind, Work
+from beamq.plan.plan import FP8_KINDS, JobKind, Work
 from beamq.ranks import Ranks, cores_here
 from beamq.units import show_bytes
 
@@ -86,7 +86,7 @@ def saved_seconds(work: Work, workers: int) -> float:
     """Seconds of work that a GPU saves each of `workers` cores."""
     seconds = 0.0
     for job in work.jobs:
-        if job.kind in (JobKind.NVFP4, JobKind.FP8):
+        if job.kind is JobKind.NVFP4 or job.kind in FP8_KINDS:
             rule = work.scales if job.kind == JobKind.NVFP4 else "max"
             seconds += job.source_nbytes / 1e9 * SAVED_SECONDS[rule]
     return seconds / workers
@@ -132,7 +132,8 @@ def default_workers() -> int:
 def predicted_host_nbytes(work: Work, workers: int, budget: int = DEFAULT_MEMORY_BYTES) -> int:
     """Upper bound of the buffers a run holds, in bytes, without the interpreter."""
     largest = min(work.largest_group_nbytes, HELD_BYTES)
-    return max(min(workers * largest, budget), largest) + workers * 4 * piece_bytes(workers)
+    piece = max(piece_bytes(workers), work.largest_stripe_nbytes)
+    return max(min(workers * largest, budget), largest) + workers * 4 * piece
 
 
 def check_memory(work: Work, budget: int) -> None:

@@ -154,7 +154,7 @@ def _input_scale(given: Any, config: BeamConfig, headroom: int) -> Callable[[str
 
 
 class CpuKernels:
-    """`nvfp4_groups` and `fp8_quantize_rows` of `formats.kernels.gpu` for tensors on the CPU."""
+    """`nvfp4_groups` and `fp8_quantize` of `formats.kernels.gpu` for tensors on the CPU."""
 
     @staticmethod
     def nvfp4_groups(
@@ -187,16 +187,18 @@ class CpuKernels:
         return quantized, scales, counts
 
     @staticmethod
-    def fp8_quantize_rows(
-        w: torch.Tensor, *, counts: torch.Tensor
+    def fp8_quantize(
+        rounding: str, w: torch.Tensor, *, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        fmt, (n, k) = layout.WEIGHT_FORMATS[rounding], w.shape[1:]
         codes = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
-        scale = w.new_empty(*w.shape[:-1], 1, dtype=torch.float32)
-        found = cpu.fp8_quantize_rows(
-            _bytes(w), _DTYPES[w.dtype], w.shape[-1], _bytes(codes), _bytes(scale)
-        )
-        counts[0] += found.nonfinite
-        counts[1] += found.zero_rows
+        scale = w.new_empty(len(w), *fmt.scale_shape(n, k), dtype=TORCH_DTYPES[fmt.scale_dtype])
+        for part, code, own in zip(w, codes, scale, strict=True):
+            found = cpu.fp8_quantize(
+                rounding, _bytes(part), _DTYPES[w.dtype], k, _bytes(code), _bytes(own)
+            )
+            counts[0] += found.nonfinite
+            counts[1] += found.zero_rows
         return codes, scale
 
 
@@ -309,10 +311,10 @@ class TensorStream(Iterator[Named]):
     def _convert(self, targets: list[Target], tensors: list[torch.Tensor]) -> list[Named]:
         """All outputs of one group. On a CPU raises `TensorError` for what its values are."""
         device = tensors[0].device
-        kinds = {JobKind.COPY: self._copy, JobKind.FP8: self._fp8, JobKind.NVFP4: self._nvfp4}
+        kinds = {JobKind.COPY: self._copy, JobKind.NVFP4: self._nvfp4}
         on_device = nullcontext() if device.type == "cpu" else torch.cuda.device(device)
         with torch_as_it_comes(), on_device:
-            outputs, found = kinds[targets[0].kind](targets, tensors)
+            outputs, found = kinds.get(targets[0].kind, self._fp8)(targets, tensors)
         if self._kernels is not CpuKernels:
             self._found.append((targets, found))
         elif fault := _fault(targets, found.flatten().tolist(), tensors):
@@ -344,11 +346,12 @@ class TensorStream(Iterator[Named]):
                 for (role, code), (_, scale) in rows
                 for name, tensor in zip(self._profile.names(role), (code, scale), strict=True)
             ], found
+        roles = [role for linears in target.linears for role in linears]
+        w = w.view(len(roles), -1, w.shape[-1])  # blocks of rows do not cross linears
         counts = torch.zeros(2, dtype=torch.int32, device=w.device)
-        made = self._kernels.fp8_quantize_rows(w, counts=counts)
-        codes, scales = (_rows(target, each) for each in made)
+        codes, scales = self._kernels.fp8_quantize(target.kind, w, counts=counts)
         outputs: list[Named] = []
-        for (role, code), (_, scale) in zip(codes, scales, strict=True):
+        for role, code, scale in zip(roles, codes.unbind(), scales.unbind(), strict=True):
             outputs += _named(role, target.format, w.shape[-1], (code, scale))
         return outputs, counts
 

@@ -33,8 +33,6 @@ BLOCK_AMAX_FLOOR = 1e-10
 """A block's amax counts as at least this, so that a block of zeros has a scale."""
 MX_BLOCK = 32
 """Values of a row that share a power of two."""
-MX_NAN = 255
-"""The scale byte that is no number."""
 
 
 def quantize_rows(w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +68,17 @@ def block_amax(w_NK: torch.Tensor) -> torch.Tensor:
     rows, columns = padded.shape[-2] // FP8_BLOCK, padded.shape[-1] // FP8_BLOCK
     blocks = padded.reshape(*w_NK.shape[:-2], rows, FP8_BLOCK, columns, FP8_BLOCK)
     return blocks.amax(dim=(-3, -1)).clamp(min=BLOCK_AMAX_FLOOR)
+
+
+def quantize_groups(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes F8_E4M3 [..., K] and scale F32 [..., ceil(K/128)] of activations for weights in blocks:
+    the blocks' rule for 128 values of a row."""
+    k = x_TK.shape[-1]
+    x = torch.nn.functional.pad(x_TK.float(), (0, -k % FP8_BLOCK))
+    x_C128 = x.reshape(*x_TK.shape[:-1], -1, FP8_BLOCK)
+    amax_C = _magnitudes(x_C128).amax(dim=-1).clamp(min=BLOCK_AMAX_FLOOR)
+    scale_C = amax_C / torch.full_like(amax_C, E4M3_MAX)
+    return to_e4m3(x_C128 / scale_C.unsqueeze(-1)).flatten(-2)[..., :k], scale_C
 
 
 def dequantize_blocks(

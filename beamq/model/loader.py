@@ -1,7 +1,7 @@
 """One layer's weights, read from a checkpoint straight into the buffers the forward pass uses.
 
 In: a `Checkpoint` in any form a Beam comes in: BF16, FP16 or FP32; experts one tensor each or
-packed in 3-D; NVFP4 (ModelOpt's names) or FP8 (compressed-tensors' names). Out: `LayerWeights`,
+packed in 3-D; any of the formats of `plan.layout`. Out: `LayerWeights`,
 `ExpertSlice` or `Head` on the device.
 
 The one idea: rows that are multiplied together lie together. q, k, v and gate, gate and up, and all
@@ -10,8 +10,8 @@ threads reads every tensor's bytes straight into its place (`Fill`); only a tens
 passes through a copy. For CUDA, buffers are pinned and copied on a separate stream, so that a
 transfer overlaps with computing.
 
-A linear's format follows from its tensors: U8 codes with two levels of scales are NVFP4, E4M3 codes
-with a row scale are FP8, others are dense. The config must announce a quantized format, as engines
+A linear's format follows from its tensors (`layout.stored_as`); without scales it is dense. The
+config must announce a quantized format, as engines
 demand. Unquantized weights are cast to the activation dtype, the router's to FP32. Limits: values
 are not searched for NaN here; conversion and `verify` do that.
 """
@@ -35,9 +35,16 @@ from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.files import read_json_object
 from beamq.io.safetensors_header import TensorSpec
 from beamq.model.attention import AttentionWeights
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.backend import (
+    DenseWeight,
+    Fp8Weight,
+    GroupFp8Weight,
+    LinearWeight,
+    Nvfp4Weight,
+)
 from beamq.model.layer import DenseMlp, Head, LayerWeights, SparseMlp
 from beamq.model.moe import ExpertSlice, RouterWeights
+from beamq.plan.layout import FP8_BLOCK, SCHEMES, WEIGHT_FORMATS, declared_scheme, format_in
 from beamq.ranks import cores_here
 
 Tree = TypeVar("Tree")
@@ -77,7 +84,8 @@ class Fill:
     def read(self, name: str, out: torch.Tensor) -> None:
         """Note that the whole tensor `name` goes to `out`, a contiguous part of a buffer.
 
-        The element counts must match; the caller checks the shape.
+        The element counts must match; the caller checks the shape. Scales of blocks are repeated
+        for each row of `out`.
         """
         self._reads.append((self.checkpoint.spec(name), 0, out))
 
@@ -107,7 +115,9 @@ class Fill:
 
     def _fetch(self, spec: TensorSpec, first: int, out: torch.Tensor) -> None:
         stored = TORCH_DTYPES[spec.dtype]
-        raw = out if out.dtype == stored else torch.empty(out.shape, dtype=stored)
+        blocks = first == 0 and spec.numel < out.numel()  # one row of scales for each 128 of `out`
+        shape = spec.shape if blocks else out.shape
+        raw = out if out.dtype == stored and not blocks else torch.empty(shape, dtype=stored)
         flat = raw.view(-1).view(torch.uint8)
         view = memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
         rows = spec.shape[0] if spec.shape else 1
@@ -115,6 +125,8 @@ class Fill:
         if self._tap is not None:
             whole = flat.numel() == spec.nbytes
             self._tap(spec, first, raw.view(spec.shape if whole else (-1, *spec.shape[1:])))
+        if blocks:
+            raw = raw.repeat_interleave(FP8_BLOCK, dim=0)[: out.shape[0]]
         if raw is not out:
             out.copy_(raw)
 
@@ -163,16 +175,16 @@ def _declared_formats(checkpoint: Checkpoint) -> frozenset[str]:
         path = checkpoint.source.path("hf_quant_config.json")
         nested = read_json_object(path, CheckpointError).get("quantization")
         block = {"quant_method": "modelopt", **(nested if isinstance(nested, dict) else {})}
-    method = str(block.get("quant_method", "")).lower()
-    if method.startswith("modelopt"):
-        mixed = block.get("quant_algo") == "MIXED_PRECISION"
-        return frozenset(("nvfp4", "fp8") if mixed else ("nvfp4",))
-    if method == "compressed-tensors":
-        return frozenset(("fp8",))
-    raise CheckpointError(
-        f"{checkpoint.name}: quantization_config has quant_method {method[:40]!r}, expected"
-        " 'modelopt' or 'compressed-tensors'"
-    )
+    scheme, method = declared_scheme(block), str(block.get("quant_method", "")).lower()
+    methods = {"modelopt": "nvfp4", "compressed-tensors": "fp8"}
+    if scheme is None:
+        scheme = next((each for name, each in methods.items() if method.startswith(name)), None)
+    if scheme is None:
+        raise CheckpointError(
+            f"{checkpoint.name}: quantization_config has quant_method {method[:40]!r}, expected"
+            " 'modelopt', 'compressed-tensors' or, with blocks of 128 x 128, 'fp8'"
+        )
+    return frozenset(SCHEMES[scheme].roundings)
 
 
 def _scalar(checkpoint: Checkpoint, name: str) -> float:
@@ -349,22 +361,18 @@ class LayerLoader:
         if weight.dtype in FLOAT_SOURCES:
             _expect_shape(weight, (n, k))
             return StoredLinear(module=module, n=n, k=k, format="dense")
-        if weight.dtype == "F8_E4M3":
-            found = "fp8"
-            _expect_shape(weight, (n, k))
-            scale = self.checkpoint.spec(f"{module}.weight_scale")
-            if scale.shape != (n,):  # ModelOpt's per-channel FP8 stores [N]
-                _expect_shape(scale, (n, 1))
-        elif weight.dtype == "U8":
-            found = "nvfp4"
-            _expect_shape(weight, (n, k // 2))
-            _expect_shape(self.checkpoint.spec(f"{module}.weight_scale"), (n, k // NVFP4_BLOCK))
-            self.checkpoint.spec(f"{module}.weight_scale_2")
-        else:
+        fmt = format_in(self.checkpoint.tensors, module)
+        if weight.dtype not in ("F8_E4M3", "U8") or fmt is None:
             raise TensorError(
                 f"{weight.name}: dtype {weight.dtype}, expected BF16, F16, F32, F8_E4M3 (FP8) or"
                 " U8 (NVFP4)"
             )
+        for name, _, shape in WEIGHT_FORMATS[fmt].tensors(module, n, k):
+            if not name.endswith(("input_scale", "weight_scale_2")):
+                _expect_shape(self.checkpoint.spec(name), shape)
+        if fmt == "nvfp4":
+            self.checkpoint.spec(f"{module}.weight_scale_2")
+        found = WEIGHT_FORMATS[fmt].rounding
         if found not in self._declared:
             says = " or ".join(sorted(self._declared)) or "that nothing is quantized"
             raise TensorError(
@@ -424,6 +432,14 @@ class LayerLoader:
             return Fp8Weight(
                 codes=gather("weight", k, torch.float8_e4m3fn),
                 scale=gather("weight_scale", 1, torch.float32),
+            )
+        if kind != "nvfp4":
+            fmt = WEIGHT_FORMATS[kind]
+            groups = fmt.scale_shape(1, k)[1]
+            return GroupFp8Weight(
+                codes=gather("weight", k, torch.float8_e4m3fn),
+                scale=gather(fmt.scale, groups, TORCH_DTYPES[fmt.scale_dtype]),
+                group=fmt.block[1],
             )
         scales = [
             torch.full(

@@ -9,6 +9,8 @@ engines load it:
                  M.weight_scale_2 F32 []   M.input_scale F32 []
     fp8          M.weight F8_E4M3 [N,K]   M.weight_scale F32 [N,1]
     fp8-modelopt M.weight F8_E4M3 [N,K]   M.weight_scale F32 [N]
+    fp8-block    M.weight F8_E4M3 [N,K]   M.weight_scale_inv F32 [N/128,K/128], rounded up
+    mxfp8        M.weight F8_E4M3 [N,K]   M.weight_scale U8 [N,K/32]
 
 Exclusions name a whole part of a layer (its experts, its dense MLP, its attention): the two
 engines match finer lists in different ways, or refuse them. Both engines were tested with the forms
@@ -17,6 +19,7 @@ written here.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +27,10 @@ from typing import Any
 
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, Role
+from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
 
-NVFP4_BLOCK = 16
+NVFP4_BLOCK, MX_BLOCK, FP8_BLOCK = 16, 32, 128
+MX_NAN = 255  # MXFP8's scale byte that is no number
 MODELOPT_VERSION = "0.47.0"  # the producer whose layout is written; engines read only the name
 
 Unit = tuple[int, Role]
@@ -59,6 +64,10 @@ class WeightFormat:
             return (n,)
         return (-(-n // rows), -(-k // columns) if columns else 1)
 
+    def scale_nbytes(self, n: int, k: int) -> int:
+        """Bytes of the scales of so many rows: of whole blocks, or the last rows of a linear."""
+        return ITEMSIZE[self.scale_dtype] * math.prod(self.scale_shape(n, k))
+
     def tensors(self, module: str, n: int, k: int) -> Outputs:
         """(name, dtype, shape) of each tensor that the linear `module` [n, k] becomes."""
         return (
@@ -76,13 +85,18 @@ WEIGHT_FORMATS = {
     ),
     "fp8": _FP8,
     "fp8-modelopt": replace(_FP8, flat=True),
+    "fp8-block": replace(
+        _FP8, rounding="fp8-block", block=(FP8_BLOCK, FP8_BLOCK), scale="weight_scale_inv"
+    ),
+    "mxfp8": replace(_FP8, rounding="mxfp8", scale_dtype="U8", block=(1, MX_BLOCK)),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How a folder declares its formats: `method` is its `quant_method`, `what` its `quant_algo` or
-    `format`. `refusals` says for each engine that does not load such a Beam why not."""
+    """How a folder declares its formats: `method` is its `quant_method`, `what` its `quant_algo`,
+    `format` or `weight_block_size`. `refusals` says for each engine that does not load such a Beam
+    why not."""
 
     method: str
     what: str
@@ -98,6 +112,11 @@ class Scheme:
     def loaders(self) -> tuple[str, ...]:
         """The engines that load it."""
         return tuple(engine for engine in ENGINES if engine not in self.refusals)
+
+    @property
+    def ignore_key(self) -> str:
+        """The key of config.json's block that lists what is not quantized."""
+        return "ignored_layers" if self.method == "fp8" else "ignore"
 
     @property
     def modelopt(self) -> bool:
@@ -124,7 +143,39 @@ SCHEMES = {
             "transformers": f"{_NO_MODELOPT} MIXED_PRECISION",
         },
     ),
+    "mxfp8": Scheme(
+        method="compressed-tensors", what="mxfp8-quantized", formats=("mxfp8",),
+        refusals={
+            "SGLang": "refuses Beam in MXFP8",
+            "transformers": "stops at the scales of compressed-tensors MXFP8",
+        },
+    ),
+    "fp8-block": Scheme(
+        method="fp8", what="[128, 128]", formats=("fp8-block",),
+        refusals={"SGLang": "refuses Beam in block FP8"},
+    ),
 }  # fmt: skip
+
+
+def said_format(block: Mapping[str, Any]) -> Any:
+    """What a `quantization_config` says beside its method, as `Scheme.what` has it."""
+    said = block.get("quant_algo") or block.get("format")
+    return said if said or "weight_block_size" not in block else str(block["weight_block_size"])
+
+
+def declared_scheme(block: Mapping[str, Any]) -> str | None:
+    """The scheme of a `quantization_config`; None if it is none of ours."""
+    method = str(block.get("quant_method", "")).lower().replace("modelopt_fp4", "modelopt")
+    said = said_format(block)
+    if method == "compressed-tensors" and said == "float-quantized":
+        groups = block.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, Mapping) else []
+        weights = [each.get("weights") for each in groups if isinstance(each, Mapping)]
+        sizes = [each.get("group_size") for each in weights if isinstance(each, Mapping)]
+        if MX_BLOCK in sizes:  # SkyRL writes MXFP8 under the older name
+            return "mxfp8"
+    found = (name for name, each in SCHEMES.items() if (each.method, each.what) == (method, said))
+    return next(found, None)
 
 
 def quantized_tensors(module: str, fmt: str, n: int, k: int) -> Outputs:
@@ -142,12 +193,23 @@ def stored_as(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
     dtype, shape = parts.get("weight_scale", ("", ()))
     if codes == "U8" or "weight_scale_2" in parts:
         return "nvfp4"
+    if "weight_scale_inv" in parts:
+        return "fp8-block"
+    if dtype == "U8":
+        return "mxfp8"
     if codes == "F8_E4M3" or dtype:
         return "fp8-modelopt" if len(shape) == 1 else "fp8"
     return "nvfp4" if "input_scale" in parts else None
 
 
-SUFFIXES = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+def format_in(tensors: Mapping[str, TensorSpec], module: str) -> str | None:
+    """The format of a linear among stored tensors; see `stored_as`."""
+    names = {suffix: f"{module}.{suffix}" for suffix in SUFFIXES}
+    specs = {suffix: tensors[name] for suffix, name in names.items() if name in tensors}
+    return stored_as({suffix: (spec.dtype, spec.shape) for suffix, spec in specs.items()})
+
+
+SUFFIXES = ("weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale")
 """Those of the tensors of a quantized linear, in any format."""
 
 
@@ -205,8 +267,8 @@ def ignore_list(
     config: BeamConfig, scheme: str, quantized: Collection[Unit], extra_modules: Iterable[str]
 ) -> list[str]:
     """What engines must not quantize, in the form of the scheme's config."""
-    form = modelopt_ignore if SCHEMES[scheme].modelopt else compressed_tensors_ignore
-    return form(config, quantized, extra_modules)
+    forms = {"modelopt": modelopt_ignore, "compressed-tensors": compressed_tensors_ignore}
+    return forms.get(SCHEMES[scheme].method, plain_ignore)(config, quantized, extra_modules)
 
 
 def modelopt_ignore(
@@ -221,6 +283,20 @@ def modelopt_ignore(
         if (layer, role) not in quantized:
             entries.append(f"model.layers.{layer}.{suffix[role]}")
     return entries + [f"{each}*" if each.endswith(_EXPERTS) else each for each in extra_modules]
+
+
+def plain_ignore(
+    config: BeamConfig, quantized: Collection[Unit], extra_modules: Iterable[str]
+) -> list[str]:
+    """Ignore list of whole names, one for each linear: vLLM compares them exactly, and wants all
+    that it fuses; transformers takes what begins with them."""
+    entries = ["lm_head", "model.embed_tokens"]
+    for layer, role in layer_units(config):
+        if role is Role.EXPERT:
+            entries.append(f"model.layers.{layer}.mlp.gate")
+        if (layer, role) not in quantized:
+            entries += _modules(layer, role)
+    return [*entries, *extra_modules]
 
 
 def compressed_tensors_ignore(
@@ -259,8 +335,10 @@ def quantization_config(
 
     `formats` has each quantized unit's format; a scheme of several names its linears by them.
     """
+    if scheme == "fp8-block":
+        return _block_fp8_block(ignore, kv_cache)
     if not SCHEMES[scheme].modelopt:
-        return _compressed_tensors_block(ignore, kv_cache)
+        return _compressed_tensors_block(scheme, ignore, kv_cache)
     block: dict[str, Any] = {
         "quant_method": "modelopt",
         "quant_algo": SCHEMES[scheme].what,
@@ -307,34 +385,64 @@ def _quantized_layers(formats: Mapping[Unit, str]) -> Iterator[tuple[str, str]]:
     vLLM looks a layer's experts up by that name before it looks for names that begin with it.
     """
     for layer, role in sorted(formats, key=lambda unit: (unit[0], QUANTIZABLE.index(unit[1]))):
-        prefix = f"model.layers.{layer}"
-        modules = {
-            Role.ATTENTION: [f"{prefix}.self_attn.{name}" for name in ATTENTION_LINEARS],
-            Role.DENSE_MLP: [f"{prefix}.mlp.{name}" for name in MLP_LINEARS],
-            Role.EXPERT: [f"{prefix}.mlp.experts"],
-        }[role]
-        yield from ((module, formats[layer, role]) for module in modules)
+        yield from ((module, formats[layer, role]) for module in _modules(layer, role))
 
 
-def _compressed_tensors_block(ignore: list[str], kv_cache: str) -> dict[str, Any]:
-    """compressed-tensors' float-quantized block, keys that its release 0.17 parses."""
-    eight_bit = {"num_bits": 8, "type": "float", "symmetric": True}
-    scheme = None
+def _modules(layer: int, role: Role) -> list[str]:
+    """The linears of a unit; all experts of a layer go by one name."""
+    prefix = f"model.layers.{layer}"
+    return {
+        Role.ATTENTION: [f"{prefix}.self_attn.{name}" for name in ATTENTION_LINEARS],
+        Role.DENSE_MLP: [f"{prefix}.mlp.{name}" for name in MLP_LINEARS],
+        Role.EXPERT: [f"{prefix}.mlp.experts"],
+    }[role]
+
+
+def _block_fp8_block(ignore: list[str], kv_cache: str) -> dict[str, Any]:
+    """The block of DeepSeek-V3's form. vLLM reads `ignored_layers`, transformers takes it too."""
     if kv_cache == "fp8":
-        scheme = {**eight_bit, "strategy": "tensor", "dynamic": False}
+        raise ValueError("block FP8 has no place for a KV-cache scheme")
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "ignored_layers": ignore,
+    }
+
+
+_CT_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+_CT_MX = {
+    **_CT_EIGHT_BITS, "strategy": "group", "group_size": MX_BLOCK, "scale_dtype": "torch.uint8",
+}  # fmt: skip
+CT_ARGUMENTS = {
+    "fp8": (
+        {**_CT_EIGHT_BITS, "strategy": "channel", "dynamic": False},
+        {**_CT_EIGHT_BITS, "strategy": "token", "dynamic": True},
+    ),
+    "mxfp8": ({**_CT_MX, "dynamic": False}, {**_CT_MX, "dynamic": True}),
+}
+"""compressed-tensors' arguments of weights and of activations."""
+
+
+def _compressed_tensors_block(scheme: str, ignore: list[str], kv_cache: str) -> dict[str, Any]:
+    """compressed-tensors' block, keys that its release 0.17 parses."""
+    weights, activations = CT_ARGUMENTS[scheme]
+    cache = None
+    if kv_cache == "fp8":
+        cache = {**_CT_EIGHT_BITS, "strategy": "tensor", "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": SCHEMES[scheme].what,
         "quantization_status": "compressed",
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {**eight_bit, "strategy": "channel", "dynamic": False},
-                "input_activations": {**eight_bit, "strategy": "token", "dynamic": True},
+                "weights": dict(weights),
+                "input_activations": dict(activations),
             }
         },
         "ignore": ignore,
-        "kv_cache_scheme": scheme,
+        "kv_cache_scheme": cache,
     }
 
 

@@ -38,7 +38,14 @@ from beamq.io.safetensors_header import ITEMSIZE, few
 from beamq.io.shard_writer import OutputTensor, Shard
 from beamq.options import Flag, from_keywords, takes
 from beamq.plan import layout
-from beamq.plan.layout import SCHEMES, WEIGHT_FORMATS, Outputs, Unit, layer_units
+from beamq.plan.layout import (
+    SCHEMES,
+    WEIGHT_FORMATS,
+    Outputs,
+    Unit,
+    WeightFormat,
+    layer_units,
+)
 from beamq.plan.recipe import Recipe, load_recipe, matches
 from beamq.plan.sources import SourceMap, SourceRange, map_sources
 from beamq.units import short_repr, show_bytes
@@ -211,8 +218,17 @@ class JobKind(StrEnum):
     COPY = "copy"
     NVFP4 = "nvfp4"
     FP8 = "fp8"
+    FP8_BLOCK = "fp8-block"
+    MXFP8 = "mxfp8"
     DECODE_NVFP4 = "decode-nvfp4"
     DECODE_FP8 = "decode-fp8"
+    DECODE_FP8_BLOCK = "decode-fp8-block"
+    DECODE_MXFP8 = "decode-mxfp8"
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The format that linears are converted to, or decoded from. Not of a copy."""
+        return WEIGHT_FORMATS[self.removeprefix("decode-")]
 
 
 class Nvfp4Outputs(NamedTuple):
@@ -225,10 +241,13 @@ class Nvfp4Outputs(NamedTuple):
 
 
 class Fp8Outputs(NamedTuple):
-    """The outputs of a linear in FP8: `Fp8Outputs(*member.outputs)`."""
+    """The outputs of a linear in FP8 of any kind: `Fp8Outputs(*member.outputs)`."""
 
     codes: OutputTensor
-    row_scale: OutputTensor
+    scale: OutputTensor
+
+
+FP8_KINDS = (JobKind.FP8, JobKind.FP8_BLOCK, JobKind.MXFP8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +324,19 @@ class Work:
     def largest_group_nbytes(self) -> int:
         """Source bytes of the largest set of linears that share an NVFP4 scale."""
         return max((job.source_nbytes for job in self.jobs if job.kind is JobKind.NVFP4), default=0)
+
+    @property
+    def largest_stripe_nbytes(self) -> int:
+        """Source bytes of the most rows that share scales and are converted at once."""
+        return max(
+            (
+                member.source.nbytes // member.source.shape[0] * job.kind.weights.block[0]
+                for job in self.jobs
+                if job.kind in FP8_KINDS
+                for member in job.members
+            ),
+            default=0,
+        )
 
     def digest(self) -> str:
         """SHA-256 over every decision: recipe, sources, jobs and shard headers."""

@@ -7,8 +7,9 @@ precision of the source. All keys:
 
     name         short name, used in cards and reports
     summary      one sentence for people
-    rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8. Experts
-                 in nvfp4 may go with other roles in fp8, which only vLLM loads (see `layout`)
+    rules        role -> format; roles: expert, dense-mlp, attention; formats: nvfp4, fp8 (a
+                 scale a row), fp8-block (128 x 128), mxfp8 (see `layout`). Of mixes only experts in
+                 nvfp4 next to others in fp8 are allowed
     scales       NVFP4 block scales; `sweep` (NVFP4's default): of the nearby stored scales, the one
                  with the least squared error; `max`: from the block's largest magnitude alone,
                  which gives the same bytes as Model-Optimizer
@@ -67,6 +68,7 @@ def matches(pattern: str, module: str) -> bool:
 FORMATS = tuple(dict.fromkeys(each.rounding for each in WEIGHT_FORMATS.values()))
 BUILT_IN = (
     "nvfp4", "nvfp4-max", "nvfp4-gptq", "nvfp4-mlp", "nvfp4-all", "nvfp4-fp8", "fp8", "fp8-experts",
+    "fp8-block", "mxfp8", "mxfp8-experts",
 )  # fmt: skip
 SCALES = ("sweep", "max")
 HEADROOM = 2  # measured: docs/results.md, "Input scales on other text"
@@ -257,6 +259,11 @@ def parse_recipe(data: Mapping[str, Any], *, origin: str = "recipe") -> Recipe:
         bounds=_bounds(data.get("bounds", {}), origin),
     )
     _check_method(recipe, origin)
+    if recipe.format == "fp8-block" and recipe.kv_cache != "none":
+        raise RecipeError(
+            f"{origin}: fp8-block has no place in config.json for a KV-cache scheme; leave out"
+            " kv_cache, and give the engine --kv-cache-dtype fp8"
+        )
     return recipe
 
 

@@ -40,12 +40,15 @@ from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec
 from beamq.plan.layout import (
+    MX_NAN,
     NVFP4_BLOCK,
     SCHEMES,
+    SUFFIXES,
     WEIGHT_FORMATS,
     Outputs,
     Unit,
     quantized_tensors,
+    stored_as,
 )
 from beamq.plan.plan import Draft, DraftMember, JobKind
 from beamq.plan.sources import DERIVED_SUFFIXES, SourceRange, whole_range
@@ -151,11 +154,10 @@ _NAMES = {
     _EXPERT + r"\.w3\.": r"\1.up_proj.",
     _EXPERT + r"\.w2\.": r"\1.down_proj.",
 }
-_SUFFIXES = ("weight", "weight_scale", "weight_scale_2", "input_scale")
-_SCALARS = _SUFFIXES[2:]
+_SCALARS = ("weight_scale_2", "input_scale")
 _PACKED = re.compile(
     r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)"
-    rf"(?:[._]({'|'.join(_SUFFIXES)}))?"
+    rf"(?:[._]({'|'.join(SUFFIXES)}))?"
 )
 _KV = re.compile(r"model\.layers\.\d+\.self_attn\.([qkv]_proj\.|attn\.)?[qkv]_scale")
 _FORMATS = {"U8": "nvfp4", "F8_E4M3": "fp8"}
@@ -256,7 +258,7 @@ class RepairPlan:
         for role, _ in expected:
             code = self._left[role.name].spec.dtype if role.name in self._left else ""
             if code in CODE_DTYPES:
-                found[role.name] = _FORMATS.get(code, code)
+                found[role.name] = self._rounding(role.module, code)
         if not found:
             raise TensorError(
                 f"{self._checkpoint.name}: no linear is quantized, so there is nothing that repair"
@@ -281,6 +283,18 @@ class RepairPlan:
             if weight and len(weight.spec.shape) == 3 and linear.role.layer in odd_layers:
                 # A packed gate_up_proj may be square, so that its own shape shows no other axis.
                 linear.fault = linear.fault or "packed, and down_proj of its layer has other axes"
+
+    def _rounding(self, module: str, code: str) -> str:
+        """The rounding of codes by their dtype, and of E4M3 ones by their scales."""
+        if code != "F8_E4M3":
+            return _FORMATS.get(code, code)
+        parts = {
+            suffix: (piece.spec.dtype, piece.shape)
+            for suffix in SUFFIXES
+            if (piece := self._left.get(f"{module}.{suffix}")) is not None
+        }
+        parts = {suffix: each for suffix, each in parts.items() if "scale_2" not in suffix}
+        return WEIGHT_FORMATS[stored_as(parts) or "fp8"].rounding
 
     def _choose_formats(self, found: Mapping[str, str]) -> None:
         """The scheme, and the format of each unit: that of most of its linears, if the scheme of
@@ -386,11 +400,16 @@ class RepairPlan:
 
     def _check_scales(self, linear: DamagedLinear) -> None:
         """Read the scales of a linear's blocks or rows, and find those that cannot be used."""
-        scale, rows = linear.parts["weight_scale"], linear.shape[0]
+        fmt = WEIGHT_FORMATS[self.formats[_unit(linear.role)]]
+        scale = linear.parts[fmt.scale]
         raw = self._read(scale)
-        if not self._is_nvfp4(linear.role):
+        if fmt.scale_dtype == "U8":
+            bad = raw.count(MX_NAN)
+            linear.fault = f"{bad} of its scales are NaN" if bad else ""
+            return
+        if not fmt.scalars:
             if scale.spec.dtype != "F32":
-                wide = bytearray(4 * rows)
+                wide = bytearray(fmt.scale_nbytes(*linear.shape))
                 cpu.convert(memoryview(raw), scale.spec.dtype, memoryview(wide), "F32")
                 raw = bytes(wide)
             bad = sum(not _usable(value) for (value,) in struct.iter_unpack("<f", raw))
@@ -517,7 +536,7 @@ class RepairPlan:
                 self.note("float-dtype", B, role.name, bound=_HALF_ULP)
             self._copy(role.name, piece, dtype, shape)
             return
-        for suffix in _SUFFIXES[1:]:
+        for suffix in SUFFIXES[1:]:
             self._left.pop(f"{role.module}.{suffix}", None)
         fmt = self._decodable(role, shape) if piece else ""
         if fmt and piece and not self._origin:

@@ -164,11 +164,13 @@ COUNTS = (1, 2, 4, 8)
 READ_VERSIONS = "vLLM 0.33.0, SGLang 0.5.23, transformers 5.24.0"
 # What was run, and with which result (docs/serving.md).
 _LOADED = (
-    "No engine has run a Beam by beamq in this layout; vLLM 0.33.0's own loader took one on a CPU,"
+    "No engine has run a Beam in this layout; vLLM 0.33.0's own loader took small ones on a CPU,"
     " without kernels."
 )
 RUN = {
     "nvfp4-fp8": _LOADED,
+    "mxfp8": _LOADED,
+    "fp8-block": _LOADED,
     "nvfp4": "On 2026-11-30 vLLM 0.33.0 ran small NVFP4 Beams by beamq on H200s. Their KL from"
     " the source was what `beamq compare` predicts, within 5%.",
     "fp8": "On 2026-11-30 vLLM 0.33.0 and SGLang 0.5.23 ran small FP8 Beams by beamq on H200s."
@@ -200,6 +202,14 @@ _SGLANG_NVFP4 = (
     "Needs Blackwell: for an NVFP4 Beam it accepts only the flashinfer_trtllm runner, which it"
     " refuses on H100 and H200."
 )
+_VLLM_MXFP8 = (
+    "Blackwell GPUs multiply MXFP8 weights and activations. On H100 and H200 vLLM's kernels take"
+    " the weights only."
+)
+_VLLM_BLOCKS = (
+    "Where the experts' width on a GPU is no multiple of 128, add --enable-expert-parallel: blocks"
+    " are not cut."
+)
 _SGLANG_FP8 = "For an FP8 Beam its expert runner must be auto (as here) or triton."
 _TRTLLM = f"{_SGLANG} --moe-runner-backend flashinfer_trtllm"
 ENGINES = {
@@ -212,10 +222,17 @@ ENGINES = {
         ServingEngine("SGLang", _SGLANG, (*_HOPPER, *_BLACKWELL), _SGLANG_FP8),
     ),
     "nvfp4-fp8": (ServingEngine("vLLM", _VLLM, (*_HOPPER, *_BLACKWELL), _VLLM_NVFP4),),
+    "mxfp8": (ServingEngine("vLLM", _VLLM, (*_HOPPER, *_BLACKWELL), _VLLM_MXFP8),),
+    "fp8-block": (ServingEngine("vLLM", _VLLM, (*_HOPPER, *_BLACKWELL), _VLLM_BLOCKS),),
 }
 _TRANSFORMERS = {
     "nvfp4": "transformers cannot load this layout.",
     "fp8": "transformers loads it too, but decodes the experts to BF16 in memory.",
+    "mxfp8": "SGLang refuses a Beam in MXFP8, and transformers stops at its scales. Do not rename"
+    " the `quant_method` of this checkpoint to `mxfp8` or `modelopt`: transformers 5.24 would load"
+    " it without a message, with weights some 1,500 times too large.",
+    "fp8-block": "transformers loads it too, but decodes the experts to BF16 in memory. SGLang"
+    " refuses a Beam in block FP8.",
     "nvfp4-fp8": "SGLang and transformers cannot load this layout: SGLang refuses a Beam with parts"
     " in different formats.",
 }
@@ -267,6 +284,10 @@ _FORMAT_TEXTS = {
     " ModelOpt's layout",
     "fp8": "FP8 weights (E4M3, one FP32 scale a row) and activations (scaled per token by the"
     " engine) in compressed-tensors' layout",
+    "mxfp8": "MXFP8 weights and activations (E4M3, a power of two for every 32 values) in"
+    " compressed-tensors' layout",
+    "fp8-block": "FP8 weights (E4M3, one FP32 scale for 128 x 128 of them) and activations (scaled"
+    " by the engine for every 128 values of a token) in DeepSeek-V3's layout",
     "nvfp4-fp8": "NVFP4 (4-bit values, one FP8 scale for every 16 of them) and FP8 (E4M3, one FP32"
     " scale a row; activations scaled per token by the engine) weights and activations, in"
     " ModelOpt's layout for mixed precision",

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 LAYOUT_NAMES = {"tensor": "TP", "expert": "EP"}
 LEGEND = "TP: tensor parallel, EP: expert parallel"
 FORMAT_NAMES = {
-    "nvfp4": "NVFP4", "fp8": "FP8", "nvfp4-fp8": "NVFP4 and FP8",
+    "nvfp4": "NVFP4", "fp8": "FP8", "nvfp4-fp8": "NVFP4 and FP8", "mxfp8": "MXFP8",
+    "fp8-block": "block FP8",
     "bf16": "BF16", "fp16": "FP16", "fp32": "FP32",
 }  # fmt: skip
 BETWEEN, LEAST_ROOM = 2, 20  # characters between columns, and the least for a last one of text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,35 @@ def test_a_decoded_nvfp4_checkpoint_loads_as_plain_bf16(beam_nano: Path, tmp_pat
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     gate_up, _ = stacked(tmp_path / "bf16", 4)
     assert model.state_dict()["model.layers.4.mlp.experts.gate_up_proj"].equal(gate_up)
+
+
+def test_block_fp8_loads_as_it_decodes(beam_nano: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    quantize(beam_nano, tmp_path / "blocks", recipe="fp8-block")
+    dequantize(tmp_path / "blocks", tmp_path / "bf16")
+    block = json.loads((tmp_path / "blocks" / "config.json").read_text())["quantization_config"]
+    how = FineGrainedFP8Config(
+        dequantize=True, modules_to_not_convert=block["ignored_layers"],
+        weight_block_size=tuple(block["weight_block_size"]),
+    )  # fmt: skip
+    model, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "blocks", dtype=torch.bfloat16, quantization_config=how,
+        output_loading_info=True,
+    )  # fmt: skip
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.bfloat16)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_mxfp8_is_refused(beam_nano: Path, tmp_path: Path) -> None:
+    """It stops with an error: never weights that are something else."""
+    from transformers import AutoModelForCausalLM
+
+    quantize(beam_nano, tmp_path / "mx", recipe="mxfp8")
+    with pytest.raises(RuntimeError):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "mx", dtype=torch.bfloat16)
 
 
 def test_a_model_in_memory_is_quantized_as_its_folder(beam_nano: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,17 @@ from beamq.convert.quantize import quantize
 from beamq.io.checkpoint import open_checkpoint
 from beamq.plan.layout import hf_quant_config, quantization_config
 from beamq.plan.plan import make_plan
-from beamq.plan.recipe import BUILT_IN, load_recipe
+from beamq.plan.recipe import BUILT_IN, Recipe, load_recipe, parse_recipe
 
 FP8 = [name for name in BUILT_IN if load_recipe(name).format == "fp8"]
 NVFP4 = [name for name in BUILT_IN if load_recipe(name).calibrated]
 
 
-def block_of(folder: Path, recipe: str, kv_cache: str = "none") -> dict[str, object]:
+def block_of(folder: Path, recipe: str | Recipe, kv_cache: str = "none") -> dict[str, Any]:
     with open_checkpoint(folder) as checkpoint:
         plan = make_plan(checkpoint, recipe, kv_cache=kv_cache)
-    recipe = plan.recipe
-    return quantization_config(recipe.format, list(plan.ignore), recipe.kv_cache, plan.formats)
+    chosen = plan.recipe
+    return quantization_config(chosen.format, list(plan.ignore), chosen.kv_cache, plan.formats)
 
 
 @pytest.mark.parametrize("kv_cache", ["none", "fp8"])
@@ -59,6 +60,37 @@ def test_the_fp8_block_is_compressed_tensors_own(
     # What we write must be a part of what the class writes, key by key, with equal values.
     written = json.loads(theirs.model_dump_json())
     assert _contained(block, written)
+
+
+def test_the_mxfp8_block_is_compressed_tensors_own(beam_nano: Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+    from compressed_tensors.quantization.quant_scheme import MXFP8
+
+    block = block_of(beam_nano, "mxfp8")
+    theirs = QuantizationConfig(
+        config_groups={"group_0": QuantizationScheme(targets=["Linear"], **MXFP8)},
+        format="mxfp8-quantized",
+        quantization_status="compressed",
+        ignore=block["ignore"],
+    )
+    ours = QuantizationConfig.model_validate(block).model_dump()
+    assert _contained(block, json.loads(theirs.model_dump_json()))
+    assert {**ours, "config_groups": None} == {**theirs.model_dump(), "config_groups": None}
+    assert block["ignore"] == IGNORED["fp8"]
+    assert block_of(beam_nano, "mxfp8-experts")["ignore"] == IGNORED["fp8-experts"]
+
+
+def test_the_block_of_block_fp8_names_every_linear_that_is_kept(beam_nano: Path) -> None:
+    kept = {"lm_head", "model.embed_tokens", *(f"model.layers.{n}.mlp.gate" for n in range(3, 8))}
+    block = block_of(beam_nano, "fp8-block")
+    assert {key: block[key] for key in block if key != "ignored_layers"} == {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    assert set(block["ignored_layers"]) == kept
+    recipe = parse_recipe({"name": "x", "summary": "y", "rules": {"expert": "fp8-block"}})
+    attention = {f"model.layers.0.self_attn.{part}_proj" for part in ("q", "k", "v", "gate", "o")}
+    dense = {f"model.layers.2.mlp.{part}_proj" for part in ("gate", "up", "down")}
+    assert kept | attention | dense <= set(block_of(beam_nano, recipe)["ignored_layers"])
 
 
 def _contained(part: object, whole: object) -> bool:

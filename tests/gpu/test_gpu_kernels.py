@@ -205,6 +205,58 @@ def test_fp8_hard_rows(gpu, dtype: torch.dtype) -> None:
     assert torch.equal(bits(codes), bits(wanted_codes))
 
 
+GROUPED = {"mxfp8": fp8.quantize_mx, "fp8-block": fp8.quantize_blocks}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(128, 128), (3, 130, 192), (2560, 5120), (64, 32), (2, 64, 160)])
+@pytest.mark.parametrize("rounding", GROUPED)
+def test_fp8_groups(gpu, dtype: torch.dtype, shape: tuple[int, ...], rounding: str) -> None:
+    torch.manual_seed(6)
+    w = (torch.randn(shape) * torch.logspace(-6, 1, shape[-2]).unsqueeze(1)).to(dtype)
+    w[..., 0, :32] = -0.0
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    codes, scale = gpu.fp8_quantize(rounding, w.cuda(), counts=counts)
+    wanted_codes, wanted_scale = GROUPED[rounding](w)
+    assert torch.equal(scale.cpu(), wanted_scale)
+    assert torch.equal(bits(codes), bits(wanted_codes))
+    assert counts[0] == 0
+    assert rounding != "mxfp8" or counts[1] >= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", GROUPED)
+def test_fp8_hard_groups(gpu, dtype: torch.dtype, rounding: str) -> None:
+    w = torch.cat([hard(dtype, scale) for scale in (1.0, 1e-30, 2.0**-120)])
+    if dtype != torch.float32:
+        w = torch.cat([w, every_16_bit_pattern(dtype).view(-1, 512)])
+    w = w[:, : w.shape[1] // 32 * 32].contiguous()
+    codes, scale = gpu.fp8_quantize(rounding, w.cuda())
+    wanted_codes, wanted_scale = GROUPED[rounding](w)
+    assert torch.equal(scale.cpu(), wanted_scale)
+    assert torch.equal(bits(codes), bits(wanted_codes))
+
+
+def test_mx_edges(gpu) -> None:
+    """1.75 * 2^k in FP32, and its neighbours: the exact rule."""
+    at = 1.75 * torch.exp2(torch.arange(-120.0, 127.0))
+    amax = torch.cat([at.nextafter(torch.zeros(())), at, at.nextafter(torch.tensor(torch.inf))])
+    w = amax.unsqueeze(1).repeat(1, 32)
+    codes, scale = gpu.fp8_quantize("mxfp8", w.cuda())
+    assert torch.equal(scale.cpu().flatten(), fp8.mx_scale_bytes(amax))
+    assert torch.equal(bits(codes), bits(fp8.quantize_mx(w)[0]))
+
+
+@pytest.mark.parametrize("rounding", GROUPED)
+def test_odd_groups_are_counted(gpu, rounding: str) -> None:
+    w = torch.randn(256, 256)
+    w[0, 3], w[200, 130] = torch.nan, torch.inf
+    w[128:, :128] = 0
+    counts = torch.zeros(2, dtype=torch.int32, device="cuda")
+    gpu.fp8_quantize(rounding, w.cuda(), counts=counts)
+    assert counts.tolist() == ([2, 512] if rounding == "mxfp8" else [2, 1])
+
+
 @pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", [1.0, 3e-4, 2.0**-126, 2.0**100])
 def test_nvfp4_dequantize_every_code_and_scale(gpu, out: torch.dtype, scale: float) -> None:

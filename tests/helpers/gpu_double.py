@@ -69,9 +69,9 @@ class HostQueue:
         arrays = [array_of(memory) for memory in layout]
         self._queue(lambda: nvfp4_group(*arrays, dtype, n, k, rule, self._wrong))
 
-    def fp8(self, layout: DeviceLayout, dtype: str, n: int, k: int) -> None:
+    def fp8(self, layout: DeviceLayout, rounding: str, dtype: str, n: int, k: int) -> None:
         arrays = [array_of(memory) for memory in layout]
-        self._queue(lambda: fp8_rows(*arrays, dtype, n, k))
+        self._queue(lambda: fp8_rows(*arrays, rounding, dtype, n, k))
 
     def drain(self) -> None:
         self.run_to(self.queued)
@@ -125,10 +125,10 @@ def nvfp4_group(
 
 def fp8_rows(
     source: np.ndarray, codes: np.ndarray, scales: np.ndarray, info: np.ndarray,
-    dtype: str, n: int, k: int,
+    rounding: str, dtype: str, n: int, k: int,
 ) -> None:  # fmt: skip
     """As `gpu.fp8_rows`."""
-    counts = cpu.fp8_quantize_rows(source, dtype, k, codes, scales)
+    counts = cpu.fp8_quantize(rounding, source, dtype, k, codes, scales)
     result = KernelResult(
         amax=0.0, global_scale=0.0, counts=(counts.nonfinite, counts.zero_rows, 0, 0)
     )

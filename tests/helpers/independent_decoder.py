@@ -41,8 +41,16 @@ def decode(tensors: st.Tensors, module: str) -> np.ndarray:
     """Ten lines from the format's definition, sharing no code with beamq."""
     dtype, shape, data = tensors[f"{module}.weight"]
     if dtype == "F8_E4M3":
+        codes = E4M3[np.frombuffer(data, np.uint8)].reshape(shape)
+        if (blocks := tensors.get(f"{module}.weight_scale_inv")) is not None:
+            scale = np.frombuffer(blocks[2], "<f4").reshape(blocks[1])
+            scale = np.repeat(np.repeat(scale, 128, 0), 128, 1)
+            return codes * scale[: shape[0], : shape[1]]
+        if tensors[f"{module}.weight_scale"][0] == "U8":
+            byte = np.frombuffer(tensors[f"{module}.weight_scale"][2], np.uint8).astype(np.float64)
+            return codes * np.exp2(byte - 127).reshape(shape[0], -1).repeat(32, axis=1)
         scale = np.frombuffer(tensors[f"{module}.weight_scale"][2], "<f4")[:, None]
-        return E4M3[np.frombuffer(data, np.uint8)].reshape(shape) * scale
+        return codes * scale
     packed = np.frombuffer(data, np.uint8).reshape(shape)
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(shape[0], -1)
     values = E2M1[codes & 7] * np.where(codes & 8, -1, 1)

@@ -30,6 +30,7 @@ from beamq.formats.numerics import NVFP4_BLOCK, tensor_from_bytes
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.manifest import Manifest
 from beamq.io.safetensors_header import ITEMSIZE
+from beamq.plan.layout import WEIGHT_FORMATS, WeightFormat, format_in
 from beamq.plan.sources import map_sources
 
 SAMPLE = 12  # linears of a part
@@ -126,8 +127,10 @@ class _Reader:
 
     def is_quantized(self, name: str) -> bool:
         """Whether the candidate stores codes and scales for a weight."""
-        scale = f"{classify(name).module}.weight_scale"
-        return name in self._candidate.tensors and scale in self._candidate.tensors
+        module = classify(name).module
+        scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
+        stored = self._candidate.tensors
+        return name in stored and any(scale in stored for scale in scales)
 
     def sums(self, name: str) -> tuple[float, float, float, float]:
         """Of one linear: |left|^2, |D|^2, <left, D> and |W|^2."""
@@ -149,33 +152,38 @@ class _Reader:
     def _stored(self, name: str, k: int) -> torch.Tensor:
         """The candidate's weight."""
         module, read = classify(name).module, self._candidate.read
-        codes, scales = read(name), read(f"{module}.weight_scale")
-        if self._candidate.spec(name).dtype == "U8":
+        fmt = self._format(module)
+        codes, scales = read(name), read(f"{module}.{fmt.scale}")
+        if fmt.scalars:
             (scale,) = struct.unpack("<f", read(f"{module}.weight_scale_2"))
-            return _decoded(codes, scales, k, scale)
-        return _decoded(codes, scales, k, None)
+            return _decoded(fmt, codes, scales, k, scale)
+        return _decoded(fmt, codes, scales, k)
+
+    def _format(self, module: str) -> WeightFormat:
+        """The candidate's format of a linear."""
+        return WEIGHT_FORMATS[format_in(self._candidate.tensors, module) or "fp8"]
 
     def _rounded(self, name: str, base: bytearray, dtype: str, k: int) -> torch.Tensor:
         """Q(W): the base's weight in the candidate's format, with the scale of its group."""
-        numel = len(base) // ITEMSIZE[dtype]
-        if self._candidate.spec(name).dtype != "U8":
-            codes, scales = bytearray(numel), bytearray(numel // k * 4)
-            cpu.fp8_quantize_rows(base, dtype, k, codes, scales)
-            return _decoded(codes, scales, k, None)
+        numel, fmt = len(base) // ITEMSIZE[dtype], self._format(classify(name).module)
+        if not fmt.scalars:
+            codes, scales = bytearray(numel), bytearray(fmt.scale_nbytes(numel // k, k))
+            cpu.fp8_quantize(fmt.rounding, base, dtype, k, codes, scales)
+            return _decoded(fmt, codes, scales, k)
         codes, scales = bytearray(numel // 2), bytearray(numel // NVFP4_BLOCK)
         partners = (self._bytes(each, 0) for each in self._groups[fused_group(classify(name))])
         scale = cpu.nvfp4_global_scale(max(cpu.amax(data, kind).amax for data, kind, _ in partners))
         cpu.nvfp4_quantize(base, dtype, k, scale, codes, scales, scale_rule=self._rule)
-        return _decoded(codes, scales, k, scale)
+        return _decoded(fmt, codes, scales, k, scale)
 
 
 def _decoded(
-    codes: bytearray, scales: bytearray, k: int, global_scale: float | None
+    fmt: WeightFormat, codes: bytearray, scales: bytearray, k: int, global_scale: float = 1.0
 ) -> torch.Tensor:
-    """FP32 [N, K] of NVFP4 (with a global scale) or FP8."""
-    out = bytearray(len(codes) * (4 if global_scale is None else 8))
-    if global_scale is None:
-        cpu.fp8_dequantize_rows(codes, scales, k, out, "F32")
+    """FP32 [N, K]."""
+    out = bytearray(len(codes) * (8 if fmt.scalars else 4))
+    if not fmt.scalars:
+        cpu.fp8_dequantize(fmt.rounding, codes, scales, k, out, "F32")
     else:
         cpu.nvfp4_dequantize(codes, scales, k, global_scale, out, "F32")
     return tensor_from_bytes(out, "F32", (-1, k))

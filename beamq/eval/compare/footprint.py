@@ -15,7 +15,7 @@ from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, is_scale, role_of
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.safetensors_header import CODE_DTYPES, ITEMSIZE, TensorSpec
-from beamq.plan.layout import SUFFIXES, Unit, scheme_of, stored_as
+from beamq.plan.layout import Unit, format_in, scheme_of
 from beamq.plan.serving import (
     COUNTS,
     GPUS,
@@ -132,15 +132,9 @@ def stored_format(tensors: Collection[TensorSpec]) -> str:
 def _format(tensors: Mapping[str, TensorSpec], weight: TensorSpec) -> str | None:
     """The format of the linear that `weight` holds the codes of; None if it is none of ours."""
     module = weight.name.removesuffix(".weight")
-    parts = {
-        suffix: (spec.dtype, spec.shape)
-        for suffix in SUFFIXES
-        if (spec := tensors.get(f"{module}.{suffix}")) is not None
-    }
-    known = weight.dtype in ("U8", "F8_E4M3") and (
-        weight.dtype != "U8" or "weight_scale_2" in parts
-    )
-    return stored_as({"weight": (weight.dtype, weight.shape), **parts}) if known else None
+    if weight.dtype == "F8_E4M3" or f"{module}.weight_scale_2" in tensors:
+        return format_in(tensors, module)
+    return None
 
 
 def stored_formats(checkpoint: Checkpoint) -> dict[Unit, str]:

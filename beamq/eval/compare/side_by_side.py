@@ -123,8 +123,7 @@ def _pair(exact: LinearWeight, like: LinearWeight) -> LinearWeight:
 def _served(x_TK: torch.Tensor, weight: ServedWeight) -> torch.Tensor:
     if isinstance(weight.like, DenseWeight):
         return x_TK
-    quantized = quantize_input(x_TK, weight.like)
-    return quantized.operand_TK.float().mul_(quantized.scale).to(x_TK.dtype)
+    return quantize_input(x_TK, weight.like).values().to(x_TK.dtype)
 
 
 # --- can these checkpoints run side by side? -----------------------------------------------------

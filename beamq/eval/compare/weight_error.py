@@ -26,13 +26,26 @@ import torch
 from beamq.beam.config import BeamConfig
 from beamq.eval.compare.metrics import power, sqnr_db
 from beamq.formats.numerics import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight, LinearWeight, Nvfp4Weight, stored
-from beamq.model.gemm.reference import decode
+from beamq.model.gemm.backend import (
+    DenseWeight,
+    Fp8Weight,
+    GroupFp8Weight,
+    LinearWeight,
+    Nvfp4Weight,
+    stored,
+)
+from beamq.model.gemm.reference import decode, group_scales
 from beamq.model.layer import DenseMlp, LayerWeights, SparseMlp
 
 CHUNK_ELEMENTS = 1 << 22
 ROUNDING = 1 + 2.0**-20  # a value that FP32 rounding alone puts past the end is not clipped
 _FORMATS: dict[type, str] = {DenseWeight: "dense", Fp8Weight: "fp8", Nvfp4Weight: "nvfp4"}
+
+
+def _format(weight: LinearWeight) -> str:
+    if isinstance(weight, GroupFp8Weight):
+        return "mxfp8" if weight.scale.dtype == torch.uint8 else "fp8-block"
+    return _FORMATS[type(weight)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +156,9 @@ def _flat(weight: LinearWeight) -> LinearWeight:
     """The same weight with experts one below the other: [E, N, K] as [E N, K]."""
     if isinstance(weight, DenseWeight):
         return DenseWeight(w_NK=weight.w_NK.flatten(0, -2))
-    if isinstance(weight, Fp8Weight):
-        return Fp8Weight(codes=weight.codes.flatten(0, -2), scale=weight.scale.flatten(0, -2))
+    if isinstance(weight, (Fp8Weight, GroupFp8Weight)):
+        codes, scale = weight.codes.flatten(0, -2), weight.scale.flatten(0, -2)
+        return replace(weight, codes=codes, scale=scale)
     return replace(
         weight,
         codes=weight.codes.flatten(0, -2),
@@ -199,6 +213,10 @@ def _beyond(size_RK: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return torch.zeros(size_RK.shape[0], dtype=torch.int64, device=size_RK.device)
     if isinstance(weight, Fp8Weight):
         return (size_RK > weight.scale * (E4M3_MAX * ROUNDING)).sum(1)
+    if isinstance(weight, GroupFp8Weight):
+        limit_RC = group_scales(weight) * (E4M3_MAX * ROUNDING)
+        limit_RK = limit_RC.repeat_interleave(weight.group, 1)[:, : size_RK.shape[1]]
+        return (size_RK > limit_RK).sum(1)
     limit_RB = weight.block_scale.float() * weight.global_scale * (E2M1_MAX * ROUNDING)
     size_RB16 = size_RK.view(*limit_RB.shape, NVFP4_BLOCK)
     return (size_RB16 > limit_RB[:, :, None]).sum((1, 2))
@@ -212,7 +230,7 @@ def _error(linear: _Linear, sums_NF: torch.Tensor, layer: int) -> WeightError:
     return WeightError(
         module=module,
         layer=layer,
-        format=_FORMATS[type(other)],
+        format=_format(other),
         elements=elements,
         relative_rms=math.sqrt(square),
         sqnr_db=sqnr_db(square),

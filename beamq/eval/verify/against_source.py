@@ -32,7 +32,7 @@ from beamq.io.checkpoint import Checkpoint
 from beamq.io.companions import companion_files, restored_name
 from beamq.io.manifest import file_checksum
 from beamq.io.safetensors_header import TensorSpec
-from beamq.plan.layout import SUFFIXES, quantized_tensors, stored_as
+from beamq.plan.layout import WEIGHT_FORMATS, WeightFormat, format_in, quantized_tensors
 from beamq.plan.sources import SourceRange, map_sources, whole_range
 
 BF16_BYTES = 2
@@ -65,14 +65,10 @@ class DecodedCheckpoint:
         module = spec.name.removesuffix(".weight")
         if not spec.name.endswith(".weight") or len(spec.shape) != 2:
             return spec
-        if f"{module}.weight_scale" not in self.checkpoint.tensors:
+        scales = (f"{module}.weight_scale", f"{module}.weight_scale_inv")
+        if not any(scale in self.checkpoint.tensors for scale in scales):
             return spec
-        parts = {
-            suffix: (part.dtype, part.shape)
-            for suffix in SUFFIXES
-            if (part := self.checkpoint.tensors.get(f"{module}.{suffix}")) is not None
-        }
-        fmt = stored_as(parts) or FP8
+        fmt = format_in(self.checkpoint.tensors, module) or FP8
         n, k = spec.shape[0], spec.shape[1] * (2 if fmt == NVFP4 else 1)
         for name, dtype, shape in quantized_tensors(module, fmt, n, k):
             if name.endswith(".input_scale"):
@@ -93,7 +89,9 @@ class DecodedCheckpoint:
             self.checkpoint.read_into(spec, out, start)
             return
         line = spec.shape[1] * BF16_BYTES
-        first, last = start // line, -(-(start + out.nbytes) // line)
+        block = WEIGHT_FORMATS[fmt].block[0]
+        first = start // line // block * block
+        last = min(spec.shape[0], -(-(start + out.nbytes) // line // block) * block)
         rows = memoryview(bytearray((last - first) * line))
         self._decode(spec, fmt, first, last - first, rows)
         begin = start - first * line
@@ -102,10 +100,11 @@ class DecodedCheckpoint:
     def _decode(self, spec: TensorSpec, fmt: str, first: int, rows: int, out: memoryview) -> None:
         """Rows first .. first + rows - 1 of a linear [n, k] as BF16."""
         k, module, checkpoint = spec.shape[1], spec.name.removesuffix(".weight"), self.checkpoint
+        form = WEIGHT_FORMATS[fmt]
         codes = read_rows(checkpoint, checkpoint.spec(f"{module}.weight"), first, rows)
-        scales = read_rows(checkpoint, checkpoint.spec(f"{module}.weight_scale"), first, rows)
+        scales = read_scales(checkpoint, form, spec.shape, module, (first, rows))
         if fmt != NVFP4:
-            cpu.fp8_dequantize_rows(codes, scales, k, out, "BF16")
+            cpu.fp8_dequantize(form.rounding, codes, scales, k, out, "BF16")
             return
         name = f"{module}.weight_scale_2"
         global_scale: float = struct.unpack("<f", checkpoint.read(name))[0]
@@ -122,6 +121,22 @@ def read_rows(checkpoint: Checkpoint, spec: TensorSpec, first: int, rows: int) -
     line = spec.nbytes // spec.shape[0]
     buffer = bytearray(rows * line)
     checkpoint.read_into(spec, memoryview(buffer), first * line)
+    return buffer
+
+
+def read_scales(
+    checkpoint: Checkpoint,
+    form: WeightFormat,
+    shape: tuple[int, ...],
+    module: str,
+    rows: tuple[int, int],
+) -> bytearray:
+    """The scales of rows (first, how many) of a linear [n, k]; whole blocks, or the last ones."""
+    first, count = rows
+    spec = checkpoint.spec(f"{module}.{form.scale}")
+    begin, end = (form.scale_nbytes(row, shape[1]) for row in (first, first + count))
+    buffer = bytearray(end - begin)
+    checkpoint.read_into(spec, memoryview(buffer), begin)
     return buffer
 
 

@@ -74,7 +74,7 @@ _TENSORS = {
     "checksums.shards": ("shards", "every shard's header and tensors match its checksum"),
     "checksums.files": ("files", "every other file matches its checksum in beamq.json"),
     "values.block-scales": ("scales", "no NVFP4 block scale is NaN, zero or negative"),
-    "values.row-scales": ("scales", "every FP8 row scale is finite and positive"),
+    "values.row-scales": ("scales", "every scale of FP8 or MXFP8 is a positive number"),
     "values.codes": ("codes", "no FP8 code is NaN"),
     "values.finite": ("tensors", "no high-precision tensor holds NaN or infinity"),
     "values.zeros": ("tensors", "no tensor that must hold values is all zero"),

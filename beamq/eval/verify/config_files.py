@@ -16,8 +16,6 @@ from typing import Any
 from beamq.errors import shown_value
 from beamq.eval.verify.checks import ENGINES, FP8, NEEDS_QUANTIZED, NVFP4, Ledger
 from beamq.eval.verify.engine_rules import (
-    FP8_ACTIVATIONS,
-    FP8_WEIGHTS,
     WEIGHT_ONLY,
     Block,
     EngineRefusal,
@@ -26,7 +24,14 @@ from beamq.eval.verify.engine_rules import (
 )
 from beamq.eval.verify.engine_views import mismatches, simulate
 from beamq.eval.verify.folder import HF_QUANT_NAME, Folder
-from beamq.plan.layout import ALGOS, NVFP4_BLOCK, SCHEMES
+from beamq.plan.layout import (
+    ALGOS,
+    CT_ARGUMENTS,
+    NVFP4_BLOCK,
+    SCHEMES,
+    declared_scheme,
+    said_format,
+)
 
 UNDECLARED = "undeclared"
 PLAIN = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # by config.json's dtype
@@ -57,18 +62,13 @@ def declared_format(folder: Folder, ledger: Ledger) -> str:
             )
     else:
         method = str(block.get("quant_method", "")).lower()
-        said = (
-            method.replace("modelopt_fp4", "modelopt"),
-            block.get("quant_algo", block.get("format")),
-        )
-        declared = {(each.method, each.what): name for name, each in SCHEMES.items()}
-        if said in declared:
-            return declared[said]
+        if (scheme := declared_scheme(block)) is not None:
+            return scheme
         known = {"compressed-tensors": FP8, "modelopt": NVFP4, "modelopt_fp4": NVFP4}
         fmt = known.get(method, UNDECLARED)
         problem = (
-            f"quant_method is {method!r} with {said[1]!r}; all engines load only ModelOpt NVFP4 and"
-            " compressed-tensors float-quantized"
+            f"quant_method is {method!r} with {said_format(block)!r}; all engines load only"
+            " ModelOpt NVFP4 and compressed-tensors float-quantized"
         )
     ledger.fault("config.declared", "config.json", problem)
     return fmt
@@ -94,15 +94,24 @@ def check_config(folder: Folder, fmt: str, ledger: Ledger) -> None:
     files = 2 if SCHEMES[fmt].modelopt else 1
     ledger.examined("config.fields", files)
     ledger.examined("config.agreement", files)
-    ignore = block.get("ignore")
+    key = SCHEMES[fmt].ignore_key
+    ignore = block.get(key)
     if not is_names(ignore) or "" in ignore:
-        ledger.fault("config.fields", "quantization_config.ignore", "must be a list of names")
+        ledger.fault("config.fields", f"quantization_config.{key}", "must be a list of names")
     if block.get("kv_cache_scheme") is not None:
         _compare(block["kv_cache_scheme"], _KV_CACHE, "kv_cache_scheme", ledger)
     if SCHEMES[fmt].modelopt:
         _check_modelopt(folder, fmt, block, ledger)
+        return
+    if (folder.root / HF_QUANT_NAME).exists():
+        reason = f"belongs to ModelOpt, but config.json declares {SCHEMES[fmt].method}; delete it"
+        ledger.fault("config.agreement", HF_QUANT_NAME, reason)
+    if fmt == "fp8-block":
+        ledger.skip("this form has no schema class; config.fields covers it", "config.schema")
+        scheme = block.get("activation_scheme")
+        ledger.expect("config.fields", "activation_scheme", scheme, "dynamic")
     else:
-        _check_fp8(folder, block, ledger)
+        _check_compressed_tensors(fmt, block, ledger)
 
 
 def _check_modelopt(folder: Folder, scheme: str, block: Block, ledger: Ledger) -> None:
@@ -197,17 +206,17 @@ def _compare(given: Any, wanted: Block, where: str, ledger: Ledger) -> None:
         ledger.expect("config.fields", f"{where}.{key}", given.get(key), value)
 
 
-def _check_fp8(folder: Folder, block: Block, ledger: Ledger) -> None:
-    if (folder.root / HF_QUANT_NAME).exists():
-        reason = "belongs to ModelOpt, but config.json declares compressed-tensors; delete it"
-        ledger.fault("config.agreement", HF_QUANT_NAME, reason)
-    for key, value in (("format", "float-quantized"), ("quantization_status", "compressed")):
-        ledger.expect("config.fields", key, block.get(key), value)
-    for name, group in _groups(block, FP8_WEIGHTS, FP8_ACTIVATIONS, ledger):
+def _check_compressed_tensors(scheme: str, block: Block, ledger: Ledger) -> None:
+    wanted = SCHEMES[scheme].what
+    if scheme == "fp8" or block.get("format") != "float-quantized":  # vLLM takes MXFP8 under both
+        ledger.expect("config.fields", "format", block.get("format"), wanted)
+    status = block.get("quantization_status")
+    ledger.expect("config.fields", "quantization_status", status, "compressed")
+    for name, group in _groups(block, *CT_ARGUMENTS[scheme], ledger):
         if not is_names(group.get("targets")):
             ledger.fault("config.fields", f"{name}.targets", "is not a list of names")
         if group.get("format") is not None:
-            ledger.expect("config.fields", f"{name}.format", group["format"], "float-quantized")
+            ledger.expect("config.fields", f"{name}.format", group["format"], block.get("format"))
     _check_schema(block, ledger)
 
 
@@ -247,7 +256,8 @@ def check_ignore_covers(
 ) -> None:
     """Every unquantized linear, router and head must be listed, for readers that use only the
     list; vLLM and SGLang would leave routers alone without an entry."""
-    entries = (folder.block or {}).get("ignore")
+    key = SCHEMES[fmt].ignore_key if fmt in SCHEMES else "ignore"
+    entries = (folder.block or {}).get(key)
     if not isinstance(entries, list) or fmt == UNDECLARED:
         ledger.skip("no ignore list; see config.fields", "config.ignore")
         return

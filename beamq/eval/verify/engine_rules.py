@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from beamq.patterns import slow_part
+from beamq.plan.layout import CT_ARGUMENTS, SCHEMES, declared_scheme
 
 Block = Mapping[str, Any]  # an object of a config file
 Fused = Mapping[str, tuple[str, ...]]
@@ -34,9 +35,6 @@ SGLANG = "sglang"
 TRANSFORMERS = "transformers"
 
 _RENAMED = (".self_attn.gate_proj", ".self_attn.output_gate_proj")
-_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
-FP8_WEIGHTS = {**_EIGHT_BITS, "strategy": "channel", "dynamic": False}
-FP8_ACTIVATIONS = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
 
 
 class EngineRefusal(Exception):
@@ -299,35 +297,43 @@ def _modelopt_scheme(engine: str, source: Block) -> str:
     return f"nvfp4{WEIGHT_ONLY}" if weight_only else "nvfp4"
 
 
-def ct_targets_of(engine: str, block: Block) -> list[str]:
-    """The targets, once every group is the one scheme that all engines accept for Beam.
+def ct_terms(engine: str, block: Block) -> tuple[str, list[str]]:
+    """(scheme, targets), once every group is the one scheme that the engine accepts for Beam.
 
-    SGLang's Beam refuses the rest; what vLLM or transformers would make of it is not simulated.
+    SGLang's Beam refuses all but FP8 rows; what vLLM or transformers would make of other groups is
+    not simulated.
     """
-    fault = _ct_fault(block)
+    scheme = declared_scheme(block) or "fp8"
+    fault = _ct_fault(block, scheme)
+    if fault is None and scheme == "mxfp8" and engine == SGLANG:
+        fault = "Beam refuses MXFP8"
+    if fault is None and scheme == "mxfp8" and engine == TRANSFORMERS:
+        raise EngineRefusal("RuntimeError", "the conversion of weights stops at MXFP8 scales")
     if fault is not None:
         raise EngineRefusal("NotImplementedError" if engine == SGLANG else "unknown", fault)
-    return [target for group in block["config_groups"].values() for target in group["targets"]]
+    groups = block["config_groups"].values()
+    return scheme, [target for group in groups for target in group["targets"]]
 
 
-def _ct_fault(block: Block) -> str | None:
+def _ct_fault(block: Block, scheme: str) -> str | None:
     fmt, groups = block.get("format"), block.get("config_groups")
-    if fmt != "float-quantized":
+    if fmt not in (SCHEMES[scheme].what, "float-quantized"):
         return f"format is {fmt!r}, but Beam needs float-quantized"
     if "linear_fp8_config" in block:
         return "linear_fp8_config is refused for Beam"
     if not isinstance(groups, Mapping) or not groups:
         return "there are no config_groups"
-    faults = ((name, _ct_group_fault(group)) for name, group in groups.items())
+    faults = ((name, _ct_group_fault(group, fmt, scheme)) for name, group in groups.items())
     return next((f"{name}: {fault}" for name, fault in faults if fault), None)
 
 
-def _ct_group_fault(group: Any) -> str | None:
+def _ct_group_fault(group: Any, fmt: Any, scheme: str) -> str | None:
     if not isinstance(group, Mapping) or not is_names(group.get("targets")):
         return "targets is not a list of names"
-    if group.get("format") not in (None, "float-quantized"):
+    if group.get("format") not in (None, fmt):
         return f"format is {group['format']!r}"
-    for part, wanted in (("weights", FP8_WEIGHTS), ("input_activations", FP8_ACTIVATIONS)):
+    parts = ("weights", "input_activations")
+    for part, wanted in zip(parts, CT_ARGUMENTS[scheme], strict=True):
         given = group.get(part)
         if not isinstance(given, Mapping):
             return f"{part} is missing"
@@ -337,3 +343,33 @@ def _ct_group_fault(group: Any) -> str | None:
             if got != value:
                 return f"{part}.{key} is {got!r}, expected {value!r}"
     return None
+
+
+# --- block FP8 ------------------------------------------------------------------------------
+
+
+def block_fp8_ignored(engine: str, block: Block) -> list[str]:
+    """The ignore list of block FP8 as `engine` reads it. Raises `EngineRefusal`."""
+    if engine == SGLANG:
+        raise EngineRefusal("NotImplementedError", "Beam refuses block FP8")
+    if block.get("activation_scheme") != "dynamic":
+        raise EngineRefusal("ValueError", "activation_scheme must be dynamic")
+    first, second = "ignored_layers", "modules_to_not_convert"
+    if engine == TRANSFORMERS:
+        first, second = second, first
+    return names(block.get(first) or block.get(second) or [])
+
+
+def vllm_fp8_ignores(prefix: str, entries: Sequence[str], fused: Fused) -> bool:
+    """vLLM compares whole names: all that are fused, and experts as a part of an entry."""
+    if "experts" in prefix:
+        return any(prefix in entry for entry in entries if "experts" in entry)
+    return prefix in entries or _all_or_none(prefix, fused, entries.__contains__)
+
+
+def transformers_ignores(name: str, entries: Sequence[str]) -> bool:
+    """An entry is the beginning of a name up to a dot, as a pattern, or its end."""
+    return any(
+        name.endswith(entry) or _compiled(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))").match(name)
+        for entry in entries
+    )

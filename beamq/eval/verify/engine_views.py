@@ -8,9 +8,9 @@ The one idea: a checkpoint loads only if exactly those modules have scales that 
 quantized. Each engine has its own module names: vLLM fuses q, k, v and the output gate (with more
 ranks than KV heads only q, k and v), SGLang fuses q, k and v, transformers fuses nothing.
 
-Simulated: ModelOpt NVFP4, ModelOpt MIXED_PRECISION (NVFP4 and FP8 rows) and compressed-tensors
-per-channel FP8 as vLLM 0.33.0, SGLang 0.5.23 and transformers 5.24 (FP8 only) read them. Other
-methods are refused by name, not guessed at.
+Simulated: ModelOpt NVFP4, ModelOpt MIXED_PRECISION (NVFP4 and FP8 rows), FP8 rows and MXFP8 of
+compressed-tensors, and block FP8, as vLLM 0.33.0, SGLang 0.5.23 and transformers 5.24 (FP8 only)
+read them. Other methods are refused by name, not guessed at.
 No engine is imported. Numerics, kernels and hardware are out of scope.
 """
 
@@ -29,21 +29,24 @@ from beamq.eval.verify.engine_rules import (
     Block,
     EngineRefusal,
     Fused,
+    block_fp8_ignored,
     ct_targets,
-    ct_targets_of,
+    ct_terms,
     equal_or_regex,
     modelopt_terms,
     names,
     sglang_ct_ignores,
     sglang_excludes,
+    transformers_ignores,
     vllm_algo_of,
     vllm_ct_ignores,
     vllm_ct_renamed,
     vllm_excludes,
+    vllm_fp8_ignores,
     vllm_layers_renamed,
     vllm_renamed,
 )
-from beamq.plan.layout import SCHEMES, WEIGHT_FORMATS
+from beamq.plan.layout import SCHEMES, WEIGHT_FORMATS, declared_scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +180,15 @@ def simulate(
 ) -> tuple[EngineView, ...]:
     """One view per engine that can read the format at all, in a fixed order."""
     block = quantization_config or {}
-    compressed = str(block.get("quant_method", "")).lower() == "compressed-tensors"
+    method = str(block.get("quant_method", "")).lower()
+    others = [TRANSFORMERS] if method in ("compressed-tensors", "fp8") else []
     views = []
-    for engine in (VLLM, VLLM_WIDE, SGLANG, *([TRANSFORMERS] if compressed else [])):
+    for engine in (VLLM, VLLM_WIDE, SGLANG, *others):
         try:
-            if compressed:
-                scheme, decide = "fp8", _compressed_tensors(engine, block)
+            if method == "compressed-tensors":
+                scheme, decide = _compressed_tensors(engine, block)
+            elif declared_scheme(block) == "fp8-block":
+                scheme, decide = "fp8-block", _block_fp8(engine, block)
             else:
                 scheme, decide = _modelopt(engine, quantization_config, hf_quant_config)
         except EngineRefusal as refusal:
@@ -240,14 +246,28 @@ def _mixed(site: Site, layers: Mapping[str, str]) -> str:
     return "" if algo is None else _ROUNDINGS[algo]
 
 
-def _compressed_tensors(engine: str, block: Block) -> _Decision:
-    targets = ct_targets_of(engine, block)
+def _compressed_tensors(engine: str, block: Block) -> tuple[str, _Decision]:
+    scheme, targets = ct_terms(engine, block)
     entries = names(block.get("ignore") or [])
     if engine == SGLANG:
-        return _sglang_ct(targets, entries)
+        return scheme, _sglang_ct(targets, entries)
     if engine == TRANSFORMERS:
-        return lambda site: _names_site(site, targets) and not _names_site(site, entries)
-    return _vllm_ct(vllm_ct_renamed(targets), vllm_ct_renamed(entries))
+        return scheme, lambda site: _names_site(site, targets) and not _names_site(site, entries)
+    return scheme, _vllm_ct(vllm_ct_renamed(targets), vllm_ct_renamed(entries))
+
+
+def _block_fp8(engine: str, block: Block) -> _Decision:
+    entries = block_fp8_ignored(engine, block)
+    if engine == TRANSFORMERS:
+        return lambda site: not transformers_ignores(site.prefix, entries)
+    renamed = vllm_ct_renamed(entries)
+
+    def decide(site: Site) -> bool:
+        if site.kind in ("embedding", "head"):
+            return False  # its FP8 class takes linears and experts only
+        return not vllm_fp8_ignores(site.prefix, renamed, _VLLM_FUSED)
+
+    return decide
 
 
 def _names_site(site: Site, entries: Sequence[str]) -> bool:

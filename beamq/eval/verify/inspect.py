@@ -30,7 +30,7 @@ from beamq.io.safetensors_header import CODE_DTYPES, TensorSpec, few
 from beamq.io.source import INDEX_NAME, MAX_INDEX_BYTES, LocalFiles, SourceFiles
 from beamq.options import takes
 from beamq.plan.content import REMEDY, zero_faults
-from beamq.plan.layout import SCHEMES
+from beamq.plan.layout import SCHEMES, said_format
 from beamq.plan.sources import missing_tensors, packed_part
 from beamq.units import short_repr
 
@@ -262,7 +262,7 @@ def _declared(raw: Mapping[str, Any], hf: Mapping[str, Any] | None) -> str | Non
     """The format that the config files claim, as they name it."""
     block = raw.get("quantization_config")
     if isinstance(block, dict):
-        what = block.get("quant_algo") or block.get("format") or ""
+        what = said_format(block) or ""
         return f"{block.get('quant_method')} {what}".strip()[:80]
     algo = _dig(hf or {}, "quantization", "quant_algo")
     return f"modelopt {algo} ({HF_QUANT_NAME} only)"[:80] if algo else None

@@ -15,14 +15,14 @@ import struct
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from beamq.eval.verify.against_source import read_rows
+from beamq.eval.verify.against_source import read_rows, read_scales
 from beamq.eval.verify.checks import NVFP4, Ledger
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
-from beamq.plan.layout import WEIGHT_FORMATS
+from beamq.plan.layout import FP8_BLOCK, WEIGHT_FORMATS
 
 if TYPE_CHECKING:
     import torch
@@ -58,11 +58,12 @@ def ask_second_opinion(
         return
     asked = []
     for fmt in dict.fromkeys(linear.format for linear in linears):
-        package = "nvidia-modelopt" if fmt == NVFP4 else "compressed-tensors"
+        rounding = WEIGHT_FORMATS[fmt].rounding
+        package = "nvidia-modelopt" if rounding in (NVFP4, "mxfp8") else "compressed-tensors"
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # these libraries warn about hardware at import
-                decode = _modelopt_decoder() if fmt == NVFP4 else _compressed_tensors_decoder()
+                decode = _decoder(rounding)
         except ImportError as fault:
             ledger.skip(f"{package} cannot be imported ({fault})", SECOND_OPINION)
             continue
@@ -80,14 +81,14 @@ def _compare(checkpoint: Checkpoint, linear: Linear, decode: Decoder) -> str | N
     from beamq.formats.numerics import tensor_from_bytes
 
     fmt, parts, (n, k) = WEIGHT_FORMATS[linear.format], linear.parts, linear.shape
-    rows = min(n, ROWS)
-    first = (n - rows) // 2
+    rows = min(n, max(ROWS, fmt.block[0]))
+    first = (n - rows) // 2 // fmt.block[0] * fmt.block[0]
     codes = read_rows(checkpoint, parts["weight"], first, rows)
-    scales = read_rows(checkpoint, parts[fmt.scale], first, rows)
+    scales = read_scales(checkpoint, fmt, (n, k), linear.module, (first, rows))
     ours_RK = torch.empty(rows, k, dtype=torch.float32)
     out = ours_RK.numpy().data
     codes_t = tensor_from_bytes(codes, fmt.codes, (rows, -1))
-    scales_t = tensor_from_bytes(scales, fmt.scale_dtype, (rows, -1))
+    scales_t = tensor_from_bytes(scales, fmt.scale_dtype, (-(-rows // fmt.block[0]), -1))
     scale = 1.0  # FP8 has no global scale
     if linear.format == NVFP4:
         scale = struct.unpack("<f", checkpoint.read(f"{linear.module}.weight_scale_2"))[0]
@@ -95,7 +96,7 @@ def _compare(checkpoint: Checkpoint, linear: Linear, decode: Decoder) -> str | N
             return f"cannot decode it, because weight_scale_2 is {scale}"
         cpu.nvfp4_dequantize(codes, scales, k, scale, out, "F32")
     else:
-        cpu.fp8_dequantize_rows(codes, scales, k, out, "F32")
+        cpu.fp8_dequantize(fmt.rounding, codes, scales, k, out, "F32")
     theirs_RK = decode(codes_t, scales_t, scale).float()
     close_RK = (theirs_RK - ours_RK).abs() <= TOLERANCE * ours_RK.abs()
     if bool(close_RK.all()):
@@ -103,6 +104,29 @@ def _compare(checkpoint: Checkpoint, linear: Linear, decode: Decoder) -> str | N
     row, column = (int(i) for i in torch.nonzero(~close_RK)[0])
     theirs, ours = theirs_RK[row, column].item(), ours_RK[row, column].item()
     return f"decodes {theirs:.6g} at [{first + row}, {column}], but beamq {ours:.6g}"
+
+
+def _decoder(rounding: str) -> Decoder:
+    """Raises `ImportError` where the library is not installed."""
+    if rounding == NVFP4:
+        return _modelopt_decoder()
+    if rounding == "mxfp8":
+        return _modelopt_mx_decoder()
+    if rounding == "fp8-block":
+        return _compressed_tensors_decoder(blocks=True)
+    return _compressed_tensors_decoder()
+
+
+def _modelopt_mx_decoder() -> Decoder:
+    import torch
+    from modelopt.torch.quantization.qtensor.mxfp8_tensor import MXFP8QTensor
+
+    def decode(codes: torch.Tensor, scales: torch.Tensor, _global_scale: float) -> torch.Tensor:
+        stored = MXFP8QTensor(codes.shape, torch.float32, codes)
+        values: torch.Tensor = stored.dequantize(dtype=torch.float32, scale=scales)
+        return values
+
+    return decode
 
 
 def _modelopt_decoder() -> Decoder:
@@ -122,14 +146,23 @@ def _modelopt_decoder() -> Decoder:
     return decode
 
 
-def _compressed_tensors_decoder() -> Decoder:
+def _compressed_tensors_decoder(*, blocks: bool = False) -> Decoder:
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from torch.nn.functional import pad
 
-    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, strategy="channel")
+    strategy: dict[str, Any] = {"strategy": "channel"}
+    if blocks:
+        strategy = {"strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}
+    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, **strategy)
 
     def decode(codes: torch.Tensor, scales: torch.Tensor, _global_scale: float) -> torch.Tensor:
-        values: torch.Tensor = dequantize(x_q=codes, scale=scales, args=args)
-        return values
+        if not blocks:
+            values: torch.Tensor = dequantize(x_q=codes, scale=scales, args=args)
+            return values
+        n, k = codes.shape  # they decode whole blocks only
+        whole = pad(codes.float(), (0, -k % FP8_BLOCK, 0, -n % FP8_BLOCK))
+        values = dequantize(x_q=whole.to(codes.dtype), scale=scales, args=args)
+        return values[:n, :k]
 
     return decode

@@ -26,19 +26,19 @@ from numpy.typing import NDArray
 
 from beamq.beam.tensors import FP32_ROLES, Role, TensorRole
 from beamq.errors import RecipeError
-from beamq.eval.verify.checks import FP8, NVFP4, Ledger, RoleError
+from beamq.eval.verify.checks import NVFP4, Ledger, RoleError
 from beamq.eval.verify.checksums import NOT_WRITTEN, Readers
 from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.manifest import MANIFEST_NAME, Manifest, new_checksum
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec
-from beamq.plan.layout import WEIGHT_FORMATS
+from beamq.plan.layout import MX_NAN, WEIGHT_FORMATS
 from beamq.plan.recipe import parse_recipe
 from beamq.plan.sources import SourceRange
 
 PIECE_BYTES = 1 << 20
-LOOSEST_WEIGHT_ERROR = {NVFP4: 0.25, FP8: 0.04}  # of the built-in recipes
+LOOSEST_WEIGHT_ERROR = {NVFP4: 0.25}  # of the built-in recipes; 0.04 of FP8 of all kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +336,7 @@ class Examiner:
         named, bound = self._manifest and self._manifest.recipe, None
         with suppress(RecipeError):
             bound = parse_recipe(named, origin=MANIFEST_NAME).bounds.weight_error if named else None
-        return bound or LOOSEST_WEIGHT_ERROR[WEIGHT_FORMATS[fmt].rounding]
+        return bound or LOOSEST_WEIGHT_ERROR.get(fmt, 0.04)
 
     def _buffer(self, name: str, nbytes: int) -> memoryview:
         buffers: dict[str, bytearray] = self._buffers.__dict__
@@ -385,7 +385,8 @@ class Examiner:
         """(first row, number of rows, their codes, their values in the source if there is one)."""
         weight, (n, k) = linear.parts["weight"], linear.shape
         line = weight.nbytes // n
-        for start, codes in self._pieces(weight, line, outcome, "codes"):
+        block = WEIGHT_FORMATS[linear.format].block[0]
+        for start, codes in self._pieces(weight, line * block, outcome, "codes"):
             row, rows = start // line, codes.nbytes // line
             values = memoryview(b"")
             if source is not None:
@@ -421,16 +422,11 @@ class Examiner:
             outcome.fault("source.bound", linear.module, fault)
 
     def _fp8(self, item: Item, linear: Linear, outcome: Outcome) -> None:
-        k, source = linear.shape[1], item.source
-        scales = self._whole(linear.parts["weight_scale"], outcome, "scales")
-        outcome.examined["values.row-scales"] = linear.shape[0]
-        values_N = np.frombuffer(scales, dtype="<f4")
-        good_N = np.isfinite(values_N) & (values_N >= SMALLEST_NORMAL)
-        if not good_N.all():
-            row = int(np.argmin(good_N))
-            some = f"{int((~good_N).sum())} of {good_N.size} cannot be used"
-            reason = f"{some}, the first is {values_N[row]} in row {row}"
-            outcome.fault("values.row-scales", linear.parts["weight_scale"].name, reason)
+        k, source, fmt = linear.shape[1], item.source, WEIGHT_FORMATS[linear.format]
+        spec = linear.parts[fmt.scale]
+        scales = self._whole(spec, outcome, "scales")
+        _check_scales(spec, scales, outcome)
+        recipe = None if self._manifest is None else self._manifest.recipe
         nan, first_nan = 0, -1
         for row, rows, codes, values in self._rows(linear, source, outcome):
             bad = fp8_nan(codes)
@@ -438,8 +434,11 @@ class Examiner:
                 first_nan = first_nan if nan else row * k + int(bad[0])
                 nan += bad.size
             if source is not None:
-                row_scales = scales[row * 4 : (row + rows) * 4]
-                found = cpu.fp8_compare(values, source.spec.dtype, codes, row_scales, k)
+                own = scales[fmt.scale_nbytes(row, k) : fmt.scale_nbytes(row + rows, k)]
+                found = cpu.fp8_compare(
+                    values, source.spec.dtype, codes, own, k,
+                    rounding=fmt.rounding, exact=recipe is not None,
+                )  # fmt: skip
                 outcome.compared(found, row, rows, k)
         outcome.examined["values.codes"] = linear.parts["weight"].nbytes
         if nan:
@@ -490,6 +489,25 @@ class Examiner:
             values = cast
         position = cpu.equal(view, values)
         return None if position < 0 else (start + position) // size
+
+
+def _check_scales(spec: TensorSpec, scales: memoryview, outcome: Outcome) -> None:
+    """FP8 scales are positive and not denormal; of MXFP8's bytes only 255 is no number."""
+    if spec.dtype == "U8":
+        bytes_N = np.frombuffer(scales, dtype=np.uint8)
+        good_N, shown_N = bytes_N != MX_NAN, bytes_N.astype(np.float32)
+        what = "is byte"
+    else:
+        shown_N, what = np.frombuffer(scales, dtype="<f4"), "is"
+        good_N = np.isfinite(shown_N) & (shown_N >= SMALLEST_NORMAL)
+    outcome.examined["values.row-scales"] = good_N.size
+    if not good_N.all():
+        first = int(np.argmin(good_N))
+        columns = spec.shape[1] if len(spec.shape) > 1 else 1
+        where = f"row {first}" if columns == 1 else str(list(divmod(first, columns)))
+        some = f"{int((~good_N).sum())} of {good_N.size} cannot be used"
+        reason = f"{some}, the first {what} {shown_N[first]:g} in {where}"
+        outcome.fault("values.row-scales", spec.name, reason)
 
 
 def fp8_nan(codes: memoryview) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

@@ -191,4 +191,32 @@ INLINE comparison fp8_compare_body(const void *src, size_t rows, size_t k, int d
     return r;
 }
 
+/* With `exact`, MX: a byte that is not the rule's puts its whole block out of bound. */
+INLINE comparison fp8_compare_groups_body(const void *src, size_t rows, size_t k, int dtype, int mx,
+                                          const u8 *codes, const void *scales, int exact) {
+    comparison r = {0.0, 0.0, 0.0, 0, -1};
+    lane_sums sums = {{0}, {0}, {0}};
+    fp8_counts ignored = {0, -1, 0};
+    const size_t across = groups_of(k, group_columns(mx));
+    for (size_t row = 0; row < rows; row++)
+        for (size_t c = 0; c < across; c++) {
+            const size_t place = row / group_rows(mx) * across + c;
+            const size_t i = row * k + c * group_columns(mx);
+            const size_t n = mx ? MX_BLOCK : smaller_of(k - c * group_columns(mx), FP8_BLOCK);
+            const void *values = (const char *)src + i * item_size(dtype);
+            if (mx && exact &&
+                mx_byte(group_amax(src, i, 1, n, k, dtype, &ignored)) != ((const u8 *)scales)[place]) {
+                comparison all = {0.0, 0.0, 0.0, 0, -1};
+                fp8_compare_piece(values, n, dtype, codes + i, group_scale(scales, place, mx), i,
+                                  &all, &sums);
+                for (size_t j = 0; j < n; j++) note(&r, i + j);
+                continue;
+            }
+            fp8_compare_piece(values, n, dtype, codes + i, group_scale(scales, place, mx), i, &r,
+                              &sums);
+        }
+    finish(&r, &sums);
+    return r;
+}
+
 #endif

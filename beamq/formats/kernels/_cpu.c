@@ -109,6 +109,34 @@ LEVELS(int, run_fp8_dequantize,
            return 0;
        })
 
+LEVELS(fp8_counts, run_fp8_quantize_groups,
+       (const void *src, size_t rows, size_t k, int dtype, int mx, u8 *codes, void *scales),
+       (src, rows, k, dtype, mx, codes, scales), {
+           if (dtype == BF16 && mx)
+               return fp8_quantize_groups_body(src, rows, k, BF16, 1, codes, scales);
+           if (dtype == BF16)
+               return fp8_quantize_groups_body(src, rows, k, BF16, 0, codes, scales);
+           if (dtype == F16) return fp8_quantize_groups_body(src, rows, k, F16, mx, codes, scales);
+           return fp8_quantize_groups_body(src, rows, k, F32, mx, codes, scales);
+       })
+
+LEVELS(int, run_fp8_dequantize_groups,
+       (const u8 *codes, const void *scales, size_t rows, size_t k, int mx, void *out, int dtype),
+       (codes, scales, rows, k, mx, out, dtype), {
+           if (dtype == BF16)
+               fp8_dequantize_groups_body(codes, scales, rows, k, mx, out, BF16);
+           else
+               fp8_dequantize_groups_body(codes, scales, rows, k, mx, out, F32);
+           return 0;
+       })
+
+LEVELS(comparison, run_fp8_compare_groups,
+       (const void *src, size_t rows, size_t k, int dtype, int mx, const u8 *codes,
+        const void *scales, int exact),
+       (src, rows, k, dtype, mx, codes, scales, exact), {
+           return fp8_compare_groups_body(src, rows, k, dtype, mx, codes, scales, exact);
+       })
+
 LEVELS(int64_t, run_convert, (const void *src, size_t n, int from, void *out, int to),
        (src, n, from, out, to), {
            if (from == F32) return convert_body(src, n, F32, out, BF16);
@@ -462,6 +490,90 @@ static PyObject *py_fp8_compare(PyObject *self, PyObject *args) {
     return result;
 }
 
+/* Bytes of the scales of [rows, k], or -1 with an exception set. */
+static Py_ssize_t group_scale_nbytes(Py_ssize_t rows, Py_ssize_t k, int mx) {
+    if (!mx)
+        return 4 * (Py_ssize_t)(groups_of((size_t)rows, FP8_BLOCK) *
+                                groups_of((size_t)k, FP8_BLOCK));
+    if (k % MX_BLOCK == 0) return rows * (k / MX_BLOCK);
+    PyErr_Format(PyExc_ValueError, "k is %zd; MXFP8 needs a positive multiple of 32", k);
+    return -1;
+}
+
+static PyObject *py_fp8_quantize_groups(PyObject *self, PyObject *args) {
+    Py_buffer b[3] = {{0}, {0}, {0}};
+    const char *name;
+    Py_ssize_t k, rows, nbytes;
+    int mx;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*snpw*w*:fp8_quantize_groups", &b[0], &name, &k, &mx, &b[1],
+                          &b[2]))
+        return NULL;
+    PyObject *result = NULL;
+    int dtype = dtype_code(name);
+    if (dtype >= 0 && (rows = row_count(&b[0], item_size(dtype), k)) >= 0 &&
+        (nbytes = group_scale_nbytes(rows, k, mx)) >= 0 &&
+        has_size("out_codes", &b[1], rows * k) && has_size("out_scales", &b[2], nbytes)) {
+        fp8_counts r;
+        Py_BEGIN_ALLOW_THREADS
+        r = run_fp8_quantize_groups(b[0].buf, (size_t)rows, (size_t)k, dtype, mx, b[1].buf,
+                                    b[2].buf);
+        Py_END_ALLOW_THREADS
+        result = Py_BuildValue("LLL", (long long)r.nonfinite, (long long)r.first_nonfinite,
+                               (long long)r.zero_rows);
+    }
+    release(b, 3);
+    return result;
+}
+
+static PyObject *py_fp8_dequantize_groups(PyObject *self, PyObject *args) {
+    Py_buffer b[3] = {{0}, {0}, {0}};
+    const char *name;
+    Py_ssize_t k, rows, nbytes;
+    int mx;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*npw*s:fp8_dequantize_groups", &b[0], &b[1], &k, &mx, &b[2],
+                          &name))
+        return NULL;
+    PyObject *result = NULL;
+    int dtype = out_dtype_code(name);
+    if (dtype >= 0 && (rows = row_count(&b[0], 1, k)) >= 0 &&
+        (nbytes = group_scale_nbytes(rows, k, mx)) >= 0 && has_size("scales", &b[1], nbytes) &&
+        has_size("out", &b[2], rows * k * (Py_ssize_t)item_size(dtype))) {
+        Py_BEGIN_ALLOW_THREADS
+        run_fp8_dequantize_groups(b[0].buf, b[1].buf, (size_t)rows, (size_t)k, mx, b[2].buf, dtype);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    release(b, 3);
+    return result;
+}
+
+static PyObject *py_fp8_compare_groups(PyObject *self, PyObject *args) {
+    Py_buffer b[3] = {{0}, {0}, {0}};
+    const char *name;
+    Py_ssize_t k, rows, nbytes;
+    int mx, exact;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*sy*y*npp:fp8_compare_groups", &b[0], &name, &b[1], &b[2], &k,
+                          &mx, &exact))
+        return NULL;
+    PyObject *result = NULL;
+    int dtype = dtype_code(name);
+    if (dtype >= 0 && (rows = row_count(&b[0], item_size(dtype), k)) >= 0 &&
+        (nbytes = group_scale_nbytes(rows, k, mx)) >= 0 && has_size("codes", &b[1], rows * k) &&
+        has_size("scales", &b[2], nbytes)) {
+        comparison r;
+        Py_BEGIN_ALLOW_THREADS
+        r = run_fp8_compare_groups(b[0].buf, (size_t)rows, (size_t)k, dtype, mx, b[1].buf,
+                                   b[2].buf, exact);
+        Py_END_ALLOW_THREADS
+        result = comparison_tuple(r);
+    }
+    release(b, 3);
+    return result;
+}
+
 static PyObject *py_equal(PyObject *self, PyObject *args) {
     Py_buffer b[2] = {{0}, {0}};
     (void)self;
@@ -511,6 +623,9 @@ static PyMethodDef methods[] = {
     {"add_low_rank", py_add_low_rank, METH_VARARGS, NULL},
     {"nvfp4_compare", py_nvfp4_compare, METH_VARARGS, NULL},
     {"fp8_compare", py_fp8_compare, METH_VARARGS, NULL},
+    {"fp8_quantize_groups", py_fp8_quantize_groups, METH_VARARGS, NULL},
+    {"fp8_dequantize_groups", py_fp8_dequantize_groups, METH_VARARGS, NULL},
+    {"fp8_compare_groups", py_fp8_compare_groups, METH_VARARGS, NULL},
     {"equal", py_equal, METH_VARARGS, NULL},
     {"scan_e4m3_scales", py_scan_e4m3_scales, METH_VARARGS, NULL},
     {"use_level", py_use_level, METH_VARARGS, NULL},

@@ -177,4 +177,101 @@ INLINE void fp8_dequantize_body(const u8 *codes, const u32_any *scales, size_t r
     }
 }
 
+/* ---- FP8 in groups: blocks of 128 x 128 with an F32 scale, or (MX) 32 values with a power of two */
+
+enum { FP8_BLOCK = 128, MX_BLOCK = 32 };
+#define BLOCK_AMAX_FLOOR 1e-10f
+
+INLINE size_t group_rows(int mx) { return mx ? 1 : FP8_BLOCK; }
+INLINE size_t group_columns(int mx) { return mx ? MX_BLOCK : FP8_BLOCK; }
+INLINE size_t groups_of(size_t n, size_t size) { return (n + size - 1) / size; }
+INLINE size_t smaller_of(size_t a, size_t b) { return a < b ? a : b; }
+
+/* The byte e + 127 of the least 2^e with 448 * 2^e >= amax, which is finite. 448 is 1.75 * 2^8. */
+INLINE u8 mx_byte(float amax) {
+    const u32 bits = as_bits(amax);
+    const int32_t e = (int32_t)(bits >> 23) - 8 + ((bits & 0x7FFFFFu) > 0x600000u);
+    return (u8)(e < 0 ? 0 : e);
+}
+
+/* 2^(byte - 127); 255 is NaN. */
+INLINE float mx_value(u8 byte) {
+    return as_float(byte == 255 ? QUIET_NAN : byte ? (u32)byte << 23 : 0x400000u);
+}
+
+INLINE float group_scale(const void *scales, size_t i, int mx) {
+    return mx ? mx_value(((const u8 *)scales)[i]) : as_float(((const u32_any *)scales)[i]);
+}
+
+/* The scale is a power of two, so the product is the quotient. */
+INLINE void mx_encode(const void *src, int dtype, float reciprocal, u8 *codes) {
+    for (size_t i = 0; i < MX_BLOCK; i++) {
+        u32 bits = load_bits(src, i, dtype);
+        codes[i] = (u8)(e4m3_code(as_float(bits & ABS_MASK) * reciprocal) | (bits >> 24 & 0x80u));
+    }
+}
+
+/* amax of the finite values of `height` rows of `width` values; what is not finite is counted. */
+INLINE float group_amax(const char *src, size_t first, size_t height, size_t width, size_t k,
+                        int dtype, fp8_counts *counts) {
+    float amax = 0.0f;
+    for (size_t r = 0; r < height; r++) {
+        const size_t at = first + r * k;
+        amax_result m = amax_body(src + at * item_size(dtype), width, dtype);
+        if (m.nonfinite) {
+            const int64_t place = (int64_t)at + m.first_nonfinite;
+            if (!counts->nonfinite || place < counts->first_nonfinite)
+                counts->first_nonfinite = place;
+            counts->nonfinite += m.nonfinite;
+        }
+        amax = m.amax > amax ? m.amax : amax;
+    }
+    return amax;
+}
+
+/* zero_rows counts groups of zeros. */
+INLINE fp8_counts fp8_quantize_groups_body(const void *src, size_t rows, size_t k, int dtype,
+                                           int mx, u8 *codes, void *scales) {
+    fp8_counts counts = {0, -1, 0};
+    size_t place = 0;
+    for (size_t row = 0; row < rows; row += group_rows(mx))
+        for (size_t column = 0; column < k; column += group_columns(mx), place++) {
+            const size_t height = mx ? 1 : smaller_of(rows - row, FP8_BLOCK);
+            const size_t width = mx ? MX_BLOCK : smaller_of(k - column, FP8_BLOCK);
+            const size_t first = row * k + column;
+            const float amax = group_amax(src, first, height, width, k, dtype, &counts);
+            counts.zero_rows += amax == 0.0f;
+            if (mx) {
+                const u8 byte = mx_byte(amax);
+                ((u8 *)scales)[place] = byte;
+                mx_encode((const char *)src + first * item_size(dtype), dtype,
+                          mx_value((u8)(254 - byte)), codes + first);
+                continue;
+            }
+            const float scale = (amax < BLOCK_AMAX_FLOOR ? BLOCK_AMAX_FLOOR : amax) / E4M3_MAX;
+            ((u32_any *)scales)[place] = as_bits(scale);
+            for (size_t r = 0; r < height; r++) {
+                const size_t at = first + r * k;
+                fp8_encode((const char *)src + at * item_size(dtype), width, dtype, scale,
+                           codes + at);
+            }
+        }
+    return counts;
+}
+
+INLINE void fp8_dequantize_groups_body(const u8 *codes, const void *scales, size_t rows, size_t k,
+                                       int mx, void *out, int dtype) {
+    const size_t across = groups_of(k, group_columns(mx));
+    for (size_t row = 0; row < rows; row++)
+        for (size_t c = 0; c < across; c++) {
+            const float scale = group_scale(scales, row / group_rows(mx) * across + c, mx);
+            const size_t first = c * group_columns(mx);
+            const size_t width = mx ? MX_BLOCK : smaller_of(k - first, FP8_BLOCK);
+            for (size_t i = 0; i < width; i++) {
+                const size_t at = row * k + first + i;
+                store(out, at, e4m3_value(codes[at]) * scale, dtype);
+            }
+        }
+}
+
 #endif

@@ -62,7 +62,7 @@ class Fp8Counts:
     first_nonfinite: int
     """Index in the buffer, -1 if there is none."""
     zero_rows: int
-    """Rows of zeros; their scale is 1/448."""
+    """Rows, or groups, of zeros; they have the rule's least scale, rows 1/448."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +176,26 @@ def fp8_quantize_rows(
     return Fp8Counts(*_backend.fp8_quantize_rows(src, dtype, k, out_codes, out_scales))
 
 
+def fp8_quantize(
+    rounding: str, src: Buffer, dtype: str, k: int, out_codes: Buffer, out_scales: Buffer
+) -> Fp8Counts:
+    """Rows [N, k] -> `out_codes` E4M3 [N, k] and the scales of a rule of formats/fp8.py: "fp8" F32
+    [N], "fp8-block" F32 [N/128, k/128] (rounded up) or "mxfp8" U8 [N, k/32].
+
+    Blocks begin at the buffer's first row, so all but the last rows come by multiples of 128.
+    """
+    if rounding == "fp8":
+        return fp8_quantize_rows(src, dtype, k, out_codes, out_scales)
+    mx = _is_mx(rounding)
+    return Fp8Counts(*_backend.fp8_quantize_groups(src, dtype, k, mx, out_codes, out_scales))
+
+
+def _is_mx(rounding: str) -> bool:
+    if rounding not in ("mxfp8", "fp8-block"):
+        raise ValueError(f"'{rounding}' is not one of fp8, fp8-block, mxfp8")
+    return rounding == "mxfp8"
+
+
 def nvfp4_dequantize(
     codes: Buffer, scales: Buffer, k: int, global_scale: float, out: Buffer, out_dtype: str
 ) -> None:
@@ -189,6 +209,17 @@ def nvfp4_dequantize(
 def fp8_dequantize_rows(codes: Buffer, scales: Buffer, k: int, out: Buffer, out_dtype: str) -> None:
     """FP32(code * scale) to `out`, "F32" or rounded once more to "BF16"."""
     _backend.fp8_dequantize_rows(codes, scales, k, out, out_dtype)
+
+
+def fp8_dequantize(
+    rounding: str, codes: Buffer, scales: Buffer, k: int, out: Buffer, out_dtype: str
+) -> None:
+    """FP32(code * scale) to `out`, "F32" or rounded once more to "BF16"; scales as those of
+    `fp8_quantize`."""
+    if rounding == "fp8":
+        fp8_dequantize_rows(codes, scales, k, out, out_dtype)
+    else:
+        _backend.fp8_dequantize_groups(codes, scales, k, _is_mx(rounding), out, out_dtype)
 
 
 def convert(src: Buffer, src_dtype: str, out: Buffer, out_dtype: str) -> int:
@@ -246,10 +277,26 @@ def nvfp4_compare(
 
 
 def fp8_compare(
-    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int
+    src: Buffer,
+    src_dtype: str,
+    codes: Buffer,
+    scales: Buffer,
+    k: int,
+    *,
+    rounding: str = "fp8",
+    exact: bool = False,
 ) -> BlockComparison:
-    """Like `nvfp4_compare`, on the E4M3 grid times the row's scale; 448 reaches up to 464."""
-    return BlockComparison(*_backend.fp8_compare(src, src_dtype, codes, scales, k))
+    """Like `nvfp4_compare`, on the E4M3 grid times the scale; 448 reaches up to 464. Scales as
+    those of `fp8_quantize`.
+
+    With `exact`, a byte of MXFP8 that is not the rule's puts its 32 values out of bound.
+    """
+    if rounding == "fp8":
+        return BlockComparison(*_backend.fp8_compare(src, src_dtype, codes, scales, k))
+    mx = _is_mx(rounding)
+    return BlockComparison(
+        *_backend.fp8_compare_groups(src, src_dtype, codes, scales, k, mx, exact)
+    )
 
 
 def equal(a: Buffer, b: Buffer) -> int:

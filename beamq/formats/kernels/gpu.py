@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from beamq.formats import nvfp4
+from beamq.formats.fp8 import FP8_BLOCK, MX_BLOCK
 from beamq.formats.kernels import COUNTS_WORD, SCALE_WORD, triton_fp8, triton_nvfp4, triton_sweep
 from beamq.formats.kernels.triton_fp8 import FLOOR
 from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
@@ -35,6 +36,8 @@ from beamq.formats.nvfp4 import QuantizedTensor, round_up
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WARP = 32
 _AMAX_TILE, _AMAX_STEPS = 2048, 8
+_MX_TILE = 64  # groups of 32 values of a program
+_BLOCK_PART = 32  # rows of a block at a time
 _TILE = 256  # blocks, or words of codes, of a program: one a thread
 
 
@@ -213,6 +216,44 @@ def _launch_fp8(arrays: tuple[Any, ...], rows: int, k: int, *, swiglu: bool) -> 
     )
 
 
+def fp8_quantize(
+    rounding: str, w: torch.Tensor, *, counts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes E4M3 and scales of a matrix or a stack [G, N, K] by a rule of formats/fp8.py: "fp8"
+    (`quantize_rows`), "fp8-block" (`quantize_blocks`) or "mxfp8" (`quantize_mx`).
+
+    `counts` int32 [2] is added to: rows or groups that are not finite, those of zeros.
+    """
+    if rounding == "fp8":
+        return fp8_quantize_rows(w, counts=counts)
+    stack = _stack(w)
+    lead, n, k = w.shape[:-2], *w.shape[-2:]
+    dtype, shape = torch.float32, (*lead, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+    if rounding == "mxfp8":
+        if k % MX_BLOCK:
+            raise ValueError(f"K is {k}; MXFP8 needs a multiple of {MX_BLOCK}")
+        dtype, shape = torch.uint8, (*lead, n, k // MX_BLOCK)
+    codes = w.new_empty(w.shape, dtype=torch.float8_e4m3fn)
+    scale = torch.empty(shape, dtype=dtype, device=w.device)
+    if counts is None:
+        counts = torch.zeros(2, dtype=torch.int32, device=w.device)
+    if w.numel():
+        _launch_groups(rounding, (w, codes, scale, counts), stack.shape[0], n, k)
+    return codes, scale
+
+
+def _launch_groups(rounding: str, arrays: tuple[Any, ...], matrices: int, n: int, k: int) -> None:
+    """`arrays`: source, codes, scales, counts."""
+    if rounding == "mxfp8":
+        groups = matrices * n * k // MX_BLOCK
+        triton_fp8.quantize_mx_kernel[(triton.cdiv(groups, _MX_TILE),)](
+            *arrays, groups, TILE=_MX_TILE, num_warps=4
+        )
+        return
+    grid = (triton.cdiv(k, FP8_BLOCK), triton.cdiv(n, FP8_BLOCK), matrices)
+    triton_fp8.quantize_blocks_kernel[grid](*arrays, n, K=k, PART=_BLOCK_PART, num_warps=8)
+
+
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up in FP32, rounded once; [S, 2I] -> [S, I]."""
     _check(gate_up)
@@ -353,13 +394,24 @@ def nvfp4_group(
 
 
 def fp8_rows(
-    source: int, codes: int, scales: int, info: int, *, dtype: str, n: int, k: int
+    source: int,
+    codes: int,
+    scales: int,
+    info: int,
+    *,
+    rounding: str,
+    dtype: str,
+    n: int,
+    k: int,
 ) -> None:
-    """Codes E4M3 [n, k] and row scales F32 [n, 1]."""
+    """Codes E4M3 [n, k] and the scales of `fp8_quantize`."""
     arrays = (
         Pointer(source, TORCH_DTYPES[dtype]),
         Pointer(codes, torch.float8_e4m3fn),
-        Pointer(scales, torch.float32),
+        Pointer(scales, torch.uint8 if rounding == "mxfp8" else torch.float32),
         Pointer(info + 4 * COUNTS_WORD, torch.int32),
     )
-    _launch_fp8(arrays, n, k, swiglu=False)
+    if rounding == "fp8":
+        _launch_fp8(arrays, n, k, swiglu=False)
+    else:
+        _launch_groups(rounding, arrays, 1, n, k)

@@ -89,6 +89,58 @@ def fp8_quantize_rows(
     return *_count(~finite), zero_rows
 
 
+def fp8_quantize_groups(
+    src: Buffer, dtype: str, k: int, mx: bool, out_codes: Buffer, out_scales: Buffer
+) -> tuple[int, int, int]:
+    w_NK = _source(src, dtype, k)
+    n = w_NK.shape[0]
+    scale_nbytes = _group_scale_nbytes(n, k, mx)
+    codes_out = _sized("out_codes", out_codes, n * k)
+    scales_out = _sized("out_scales", out_scales, scale_nbytes)
+    codes, scale = fp8.quantize_mx(w_NK) if mx else fp8.quantize_blocks(w_NK)
+    codes_out.copy_(codes.view(torch.uint8).flatten())
+    scales_out.copy_(_bytes(scale))
+    finite_NK = w_NK.isfinite()
+    values_NK = torch.where(finite_NK, w_NK, 0.0)
+    if mx:
+        zero = (values_NK.view(-1, fp8.MX_BLOCK) == 0).all(dim=-1)
+    else:  # a block of ones keeps its amax under the rule, one of zeros has the least scale
+        _, scale = fp8.quantize_blocks((values_NK != 0).float())
+        zero = scale < 1.0 / 448.0 / 2
+    return *_count(~finite_NK), int(zero.sum())
+
+
+def fp8_dequantize_groups(
+    codes: Buffer, scales: Buffer, k: int, mx: bool, out: Buffer, out_dtype: str
+) -> None:
+    dtype = _out_dtype(out_dtype)
+    codes_NK = _rows("codes", codes, k)
+    n = codes_NK.shape[0]
+    scale_bytes = _sized("scales", scales, _group_scale_nbytes(n, k, mx))
+    target = _sized("out", out, n * k * dtype.itemsize)
+    scale_NK = _spread(scale_bytes, n, k, mx)
+    values = codes_NK.view(torch.float8_e4m3fn).float() * scale_NK
+    target.copy_(_bytes(_cast(values, dtype)))
+
+
+def _group_scale_nbytes(n: int, k: int, mx: bool) -> int:
+    if not mx:
+        return 4 * -(-n // fp8.FP8_BLOCK) * -(-k // fp8.FP8_BLOCK)
+    if k % fp8.MX_BLOCK:
+        raise ValueError(f"k is {k}; MXFP8 needs a positive multiple of {fp8.MX_BLOCK}")
+    return n * k // fp8.MX_BLOCK
+
+
+def _spread(scale_bytes: torch.Tensor, n: int, k: int, mx: bool) -> torch.Tensor:
+    """FP32 [n, k]: the scale of each element."""
+    if mx:
+        scales = fp8.mx_scale_values(scale_bytes.clone()).view(n, -1)
+        return scales.repeat_interleave(fp8.MX_BLOCK, dim=-1)
+    rows = -(-n // fp8.FP8_BLOCK)
+    scale_RC = scale_bytes.clone().view(torch.float32).view(rows, -(-k // fp8.FP8_BLOCK))
+    return fp8.spread_blocks(scale_RC, n, k)
+
+
 def nvfp4_dequantize(
     codes: Buffer, scales: Buffer, k: int, global_scale: float, out: Buffer, out_dtype: str
 ) -> None:
@@ -204,10 +256,38 @@ def fp8_compare(
     n = x_NK.shape[0]
     code_NK = _sized("codes", codes, n * k).view(n, k)
     scale_N1 = _sized("scales", scales, n * 4).view(torch.float32).double().view(n, 1)
+    return _compare_e4m3(x_NK, code_NK, scale_N1)
+
+
+def fp8_compare_groups(
+    src: Buffer, src_dtype: str, codes: Buffer, scales: Buffer, k: int, mx: bool, exact: bool
+) -> tuple[float, float, float, int, int]:
+    w_NK = _source(src, src_dtype, k)
+    n = w_NK.shape[0]
+    scale_nbytes = _group_scale_nbytes(n, k, mx)
+    code_NK = _sized("codes", codes, n * k).view(n, k)
+    scale_bytes = _sized("scales", scales, scale_nbytes)
+    scale_NK = _spread(scale_bytes, n, k, mx).double()
+    foreign_NK = None
+    if mx and exact:
+        _, wanted = fp8.quantize_mx(w_NK)
+        foreign = scale_bytes.view(wanted.shape) != wanted
+        foreign_NK = foreign.repeat_interleave(fp8.MX_BLOCK, dim=-1)
+    return _compare_e4m3(w_NK.double(), code_NK, scale_NK, foreign_NK)
+
+
+def _compare_e4m3(
+    x_NK: torch.Tensor,
+    code_NK: torch.Tensor,
+    scale_N1: torch.Tensor,
+    foreign_NK: torch.Tensor | None = None,
+) -> tuple[float, float, float, int, int]:
+    """FP64 values and scales (of rows or elements); those of `foreign_NK` are out of bound."""
     value_NK = code_NK.view(torch.float8_e4m3fn).double()
     above_NK = _half_gap_above(code_NK)
     below_NK = _half_gap_above(torch.where(code_NK & 0x7F == 0, code_NK, code_NK - 1))
-    low_NK = torch.where(scale_N1 > 0, (value_NK.abs() - below_NK) * scale_N1, torch.nan)
+    sound = scale_N1 > 0 if foreign_NK is None else (scale_N1 > 0) & ~foreign_NK
+    low_NK = torch.where(sound, (value_NK.abs() - below_NK) * scale_N1, torch.nan)
     high_NK = (value_NK.abs() + above_NK) * scale_N1
     return _compare(x_NK, value_NK * scale_N1, code_NK >= 0x80, low_NK, high_NK)
 

@@ -1,6 +1,7 @@
-"""FP8 rows on NVIDIA GPUs: Triton kernels that give the bytes of formats/fp8.py; SwiGLU.
+"""FP8 on NVIDIA GPUs: Triton kernels that give the bytes of formats/fp8.py; SwiGLU.
 
-In:  rows of K values in BF16, F16 or FP32. Out: E4M3 codes [N, K] and FP32 scales [N].
+In:  rows of K values in BF16, F16 or FP32. Out: E4M3 codes [N, K] and scales: FP32 [N], FP32 for
+     each block of 128 x 128, or (MXFP8) a byte for 32 values.
 
 The one idea: a program owns a row and keeps it in registers between its two uses, the maximum and
 the codes, so each byte crosses the memory bus once. A row is a tuple of chunks whose length is a
@@ -136,3 +137,77 @@ def swiglu_kernel(src: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, CHUNK: tl
             gate = tl.load(src + at, mask=inside, other=0.0)
             up = tl.load(src + WIDTH + at, mask=inside, other=0.0)
             tl.store(out + at, swiglu(gate, up), mask=inside)
+
+
+@triton.jit
+def _count(counts: tl.tensor, amax: tl.tensor) -> None:
+    """0: groups that are not finite, 1: groups of zeros."""
+    odd = tl.sum(((amax < float("inf")) == 0).to(tl.int32), 0)
+    if odd > 0:
+        tl.atomic_add(counts, odd, sem="relaxed")
+    zero = tl.sum((amax == 0).to(tl.int32), 0)
+    if zero > 0:
+        tl.atomic_add(counts + 1, zero, sem="relaxed")
+
+
+@triton.jit
+def quantize_mx_kernel(
+    src: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    counts: tl.tensor,
+    groups: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """TILE groups of 32 values a program; rows are whole groups, so they follow one another."""
+    group = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = group < groups
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    value = tl.load(src + at, mask=inside[:, None], other=1.0).to(tl.float32)
+    amax = tl.reduce(tl.abs(value), 1, _larger)  # a NaN stays, to be counted
+    bits = amax.to(tl.int32, bitcast=True)
+    byte = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    byte = tl.minimum(tl.maximum(byte, 0), 247)  # at most, of a finite amax
+    reciprocal = ((254 - byte) << 23).to(tl.float32, bitcast=True)  # 2^(127 - byte), normal
+    tl.store(scales + group, byte.to(tl.uint8), mask=inside)
+    tl.store(codes + at, (value * reciprocal[:, None]).to(tl.float8e4nv), mask=inside[:, None])
+    _count(counts, tl.where(inside, amax, 1.0))
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    src: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    counts: tl.tensor,
+    n: tl.tensor,
+    K: tl.constexpr,
+    PART: tl.constexpr,
+) -> None:
+    """One block of 128 x 128 a program, PART rows at a time; ragged at the ends. The matrix of a
+    stack is the third number of the grid. A block is read twice, the second time from a cache."""
+    across: tl.constexpr = (K + 127) // 128
+    column, row, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    k = column * 128 + tl.arange(0, 128)
+    base = matrix * n * K
+    peak = tl.zeros((PART, 128), tl.float32)
+    for first in range(0, 128, PART):
+        r = row * 128 + first + tl.arange(0, PART)
+        inside = (r < n)[:, None] & (k < K)[None, :]
+        at = base + r.to(tl.int64)[:, None] * K + k[None, :]
+        peak = _larger(peak, tl.abs(tl.load(src + at, mask=inside, other=0.0).to(tl.float32)))
+    amax = tl.reduce(tl.reduce(peak, 1, _larger), 0, _larger)
+    scale = tl.div_rn(tl.maximum(amax, 1e-10), 448.0)
+    down = (n + 127) // 128
+    tl.store(scales + (matrix * down + row) * across + column, scale)
+    reciprocal = tl.div_rn(1.0, scale)
+    for first in range(0, 128, PART):
+        r = row * 128 + first + tl.arange(0, PART)
+        inside = (r < n)[:, None] & (k < K)[None, :]
+        at = base + r.to(tl.int64)[:, None] * K + k[None, :]
+        value = tl.load(src + at, mask=inside, other=0.0)
+        tl.store(codes + at, _encode(value, scale, reciprocal, True), mask=inside)
+    if (amax < float("inf")) == 0:
+        tl.atomic_add(counts, 1, sem="relaxed")
+    if amax == 0:
+        tl.atomic_add(counts + 1, 1, sem="relaxed")

@@ -58,6 +58,24 @@ class Fp8Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFp8Weight:
+    """`codes` F8_E4M3 [N, K] and a `scale` for each `group` columns of a row, [N, K / group]
+    rounded up; or both with a leading E axis.
+
+    value = code * scale. MXFP8: U8 bytes for 32 columns, 2^(byte - 127). Blocks of 128 x 128: F32
+    for 128 columns, the same in all rows of a block.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    group: int
+
+    def expert(self, index: int | slice | None) -> GroupFp8Weight:
+        """View of one expert, or of a range of experts; None adds an axis E = 1."""
+        return replace(self, codes=self.codes[index], scale=self.scale[index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Nvfp4Weight:
     """`codes` U8 [N, K/2] (low nibble = even k), `block_scale` F8_E4M3 [N, K/16] and `global_scale`
     F32 [N, 1], or all three with a leading E axis. value = code * block_scale * global_scale.
@@ -82,7 +100,7 @@ class Nvfp4Weight:
         )
 
 
-LinearWeight = DenseWeight | Fp8Weight | Nvfp4Weight
+LinearWeight = DenseWeight | Fp8Weight | GroupFp8Weight | Nvfp4Weight
 
 
 def stored(weight: LinearWeight) -> torch.Tensor:

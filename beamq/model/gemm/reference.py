@@ -4,6 +4,9 @@ In: activations `x_TK` in the activation dtype and a weight. Out: `y_TN` in the 
 
     DenseWeight    y = x w^T
     Fp8Weight      x quantized per token (scale = amax/448); y = (x8 w8^T) * scale_x * scale_w
+    GroupFp8Weight x quantized for each token by groups of as many columns as the weight's, by the
+                   same rule; groups' products are added with their scales in FP32, or (MXFP8) the
+                   powers of two are a part of the operands
     Nvfp4Weight    x quantized by blocks of 16 under the static `input_scale`;
                    y = (x4 w4^T) * input_scale * global_scale, where x4 and w4 are
                    code * block_scale, not yet multiplied by their global scales
@@ -34,6 +37,7 @@ from beamq.model.gemm.backend import (
     DenseWeight,
     Fp8Weight,
     Gemm,
+    GroupFp8Weight,
     Groups,
     LinearWeight,
     Nvfp4Weight,
@@ -46,11 +50,19 @@ from beamq.model.gemm.backend import (
 class QuantizedInput:
     """Activations decoded without their outer scale: value = `operand_TK` * `scale`.
 
-    `scale` is [T, 1] (FP8: one a token) or [] (NVFP4: `input_scale`).
+    `scale` is [T, 1] (FP8: one a token), [T, groups] (blocks of FP8) or [] (NVFP4: `input_scale`;
+    MXFP8: 1).
     """
 
     operand_TK: torch.Tensor
     scale: torch.Tensor
+
+    def values(self) -> torch.Tensor:
+        """FP32 [T, K]."""
+        scale, k = self.scale, self.operand_TK.shape[1]
+        if scale.dim() and scale.shape[1] > 1:
+            scale = scale.repeat_interleave(fp8.FP8_BLOCK, dim=1)[:, :k]
+        return self.operand_TK.float() * scale
 
     def take(self, rows: slice | torch.Tensor) -> QuantizedInput:
         """Some of the rows."""
@@ -96,7 +108,9 @@ class ReferenceGemm(Gemm):
         return y_SN
 
 
-def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> QuantizedInput:
+def quantize_input(
+    x_TK: torch.Tensor, weight: Fp8Weight | GroupFp8Weight | Nvfp4Weight
+) -> QuantizedInput:
     """Activations as an engine would quantize them for `weight`, decoded again.
 
     Raises `TensorError` for NVFP4 weights that came without an `input_scale`.
@@ -105,6 +119,12 @@ def quantize_input(x_TK: torch.Tensor, weight: Fp8Weight | Nvfp4Weight) -> Quant
     if isinstance(weight, Fp8Weight):
         codes, scale_T1 = fp8.quantize_rows(x_TK)
         return QuantizedInput(operand_TK=codes.to(dtype), scale=scale_T1)
+    if isinstance(weight, GroupFp8Weight):
+        if weight.scale.dtype == torch.uint8:
+            operand_TK = fp8.dequantize_mx(*fp8.quantize_mx(x_TK), dtype)
+            return QuantizedInput(operand_TK=operand_TK, scale=x_TK.new_ones(()).float())
+        codes, scale_TC = fp8.quantize_groups(x_TK)
+        return QuantizedInput(operand_TK=codes.to(dtype), scale=scale_TC)
     input_scale = static_scale(weight.input_scale)
     operand_TK = nvfp4_operand(x_TK, input_scale).to(dtype)
     return QuantizedInput(operand_TK=operand_TK, scale=input_scale)
@@ -131,6 +151,10 @@ def decode(weight: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight's values [N, K], rounded once to `dtype`."""
     if isinstance(weight, DenseWeight):
         return weight.w_NK.to(dtype)
+    if isinstance(weight, GroupFp8Weight):
+        scale_NC = group_scales(weight)
+        spread_NK = scale_NC.repeat_interleave(weight.group, -1)[..., : weight.codes.shape[-1]]
+        return weight.codes.float().mul_(spread_NK).to(dtype)
     operand_NK, scale_N1 = weight_operand(weight, torch.float32)
     return operand_NK.mul(scale_N1).to(dtype)
 
@@ -150,14 +174,40 @@ def weight_operand(
     )
 
 
+def group_scales(weight: GroupFp8Weight) -> torch.Tensor:
+    """FP32 [N, groups]."""
+    mx = weight.scale.dtype == torch.uint8
+    return fp8.mx_scale_values(weight.scale) if mx else weight.scale
+
+
+def _group_product(x: QuantizedInput, weight: GroupFp8Weight) -> torch.Tensor:
+    """FP32 [T, N]."""
+    dtype = x.operand_TK.dtype
+    if not x.scale.dim():
+        return _product32(x.operand_TK, decode(weight, dtype))
+    sum_TN = x.operand_TK.new_zeros(
+        x.operand_TK.shape[0], weight.codes.shape[0], dtype=torch.float32
+    )
+    for index in range(x.scale.shape[1]):
+        columns = slice(index * weight.group, (index + 1) * weight.group)
+        part_TN = _product32(x.operand_TK[:, columns], weight.codes[:, columns].to(dtype))
+        sum_TN += part_TN.mul_(x.scale[:, index : index + 1] * weight.scale[:, index])
+    return sum_TN
+
+
+def _product32(x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    if x_TK.dtype == torch.float32:
+        return x_TK @ w_NK.t()
+    return torch.mm(x_TK, w_NK.t(), out_dtype=torch.float32)
+
+
 def _multiply(
-    x: QuantizedInput, weight: Fp8Weight | Nvfp4Weight, dtype: torch.dtype
+    x: QuantizedInput, weight: Fp8Weight | GroupFp8Weight | Nvfp4Weight, dtype: torch.dtype
 ) -> torch.Tensor:
+    if isinstance(weight, GroupFp8Weight):
+        return _group_product(x, weight).to(dtype)
     operand_NK, scale_N1 = weight_operand(weight, x.operand_TK.dtype)
-    if x.operand_TK.dtype == torch.float32:
-        sum_TN = x.operand_TK @ operand_NK.t()
-    else:
-        sum_TN = torch.mm(x.operand_TK, operand_NK.t(), out_dtype=torch.float32)
+    sum_TN = _product32(x.operand_TK, operand_NK)
     return sum_TN.mul_(x.scale).mul_(scale_N1.t()).to(dtype)
 
 

@@ -12,7 +12,7 @@ In: a name. Out: a `Gemm`.
 
 The one idea: a back end is used for an operation only after it passed its check (check.py) on this
 device. `reference` is never refused. It also serves calls that no back end takes: activations that
-are not BF16, and widths that are not multiples of 16.
+are not BF16, widths that are not multiples of 16, and weights in MXFP8 or blocks of FP8.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from beamq.model.gemm.backend import (
     Fp8Weight,
     Gemm,
     GemmBackend,
+    GroupFp8Weight,
     Groups,
     LinearWeight,
     Nvfp4Weight,
@@ -114,7 +115,7 @@ class SelectedGemm(Gemm):
         self, kind: str, x_TK: torch.Tensor, weight: LinearWeight, rows: int
     ) -> GemmBackend | None:
         """What serves a product of `rows` rows; None for the reference. Raises `DeviceError`."""
-        if not rows or not _fits(x_TK, weight):
+        if not rows or isinstance(weight, GroupFp8Weight) or not _fits(x_TK, weight):
             return None
         op, device = f"{_FORMATS.get(type(weight), 'bf16')}-{kind}", x_TK.device
         if (op, device) not in self.choices:

@@ -22,6 +22,7 @@ from beamq.model.gemm.backend import (
     Fp8Rows,
     Fp8Weight,
     GemmBackend,
+    GroupFp8Weight,
     Groups,
     LinearWeight,
     Nvfp4Weight,
@@ -105,7 +106,7 @@ class Triton(GemmBackend):
                 swiglu=swiglu,
                 out=out,
             )
-        if not isinstance(x, torch.Tensor) or isinstance(weight, Fp8Weight):
+        if not isinstance(x, torch.Tensor) or isinstance(weight, (Fp8Weight, GroupFp8Weight)):
             raise TypeError("tokens were made for a weight of another format")
         if isinstance(weight, Nvfp4Weight):
             return self._emulated(x, weight, groups.offsets, swiglu=swiglu, out=out)

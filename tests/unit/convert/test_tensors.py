@@ -478,9 +478,9 @@ class Queued:
             return CpuKernels.nvfp4_groups(*arguments)
 
     @staticmethod
-    def fp8_quantize_rows(w: torch.Tensor, *, counts: torch.Tensor) -> Any:
+    def fp8_quantize(rounding: str, w: torch.Tensor, *, counts: torch.Tensor) -> Any:
         with _disable_current_modes():
-            return CpuKernels.fp8_quantize_rows(w, counts=counts)
+            return CpuKernels.fp8_quantize(rounding, w, counts=counts)
 
 
 class NoWaiting(TorchDispatchMode):

@@ -25,6 +25,9 @@ def test_the_built_in_recipes_are_those_of_the_design() -> None:
         "nvfp4-fp8": {**dict.fromkeys(linears, "fp8"), Role.EXPERT: "nvfp4"},
         "fp8": dict.fromkeys(linears, "fp8"),
         "fp8-experts": {Role.EXPERT: "fp8"},
+        "fp8-block": dict.fromkeys(linears, "fp8-block"),
+        "mxfp8": dict.fromkeys(linears, "mxfp8"),
+        "mxfp8-experts": {Role.EXPERT: "mxfp8"},
     }
     assert all(load_recipe(name).name == name for name in BUILT_IN)
     swept = {name for name in BUILT_IN if load_recipe(name).scales == "sweep"}
@@ -65,6 +68,9 @@ def test_input_scales_have_room_unless_the_bytes_are_model_optimizers() -> None:
         "nvfp4-max",
         "fp8",
         "fp8-experts",
+        "fp8-block",
+        "mxfp8",
+        "mxfp8-experts",
     }
     assert (
         {room for room in rooms.values() if room != 1}
@@ -90,6 +96,14 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "experts in FP8 next to NVFP4": (
         {"rules": {"expert": "fp8", "attention": "nvfp4"}},
         "rules mix fp8 and nvfp4; engines load no such file",
+    ),
+    "MXFP8 next to FP8": (
+        {"rules": {"expert": "mxfp8", "attention": "fp8"}},
+        "rules mix fp8 and mxfp8",
+    ),
+    "a KV-cache scheme next to blocks": (
+        {"rules": {"expert": "fp8-block"}, "kv_cache": "fp8"},
+        "no place in config.json",
     ),
     "unknown scales": ({"scales": "best"}, "expected sweep or max"),
     "gptq without experts": (

@@ -21,6 +21,7 @@ from beamq.plan.layout import (
     compressed_tensors_ignore,
     layer_units,
     modelopt_ignore,
+    plain_ignore,
     quantization_config,
 )
 
@@ -317,6 +318,62 @@ def test_vllm_falls_back_to_the_older_file_without_quantized_layers() -> None:
     view = views(block, hf)["vllm"]
     assert view.quantized["model.layers.3.mlp.experts"] == "nvfp4"
     assert views(block)["vllm"].faults[0].kind == "ValueError"
+
+
+# MXFP8 and block FP8: the verdicts of the engines' own loaders
+
+
+@pytest.mark.parametrize("roles", [ALL_ROLES, EXPERTS])
+@pytest.mark.parametrize("form", ["mxfp8-quantized", "float-quantized"])
+def test_mxfp8_loads_in_vllm_alone(roles: frozenset[Role], form: str) -> None:
+    units = {unit for unit in layer_units(CONFIG) if unit[1] in roles}
+    block = quantization_config("mxfp8", compressed_tensors_ignore(CONFIG, units, ()), "none")
+    holds = stored(roles, rounding="mxfp8")
+    seen = {n: outcome(v, holds) for n, v in views(block | {"format": form}).items()}
+    assert seen == {
+        "vllm": "ok", "vllm-wide": "ok", "sglang": "NotImplementedError",
+        "transformers": "RuntimeError",
+    }  # fmt: skip
+    for other in ("modelopt", "mxfp8"):  # which transformers reads as something else
+        block = {"quant_method": other, "quant_algo": "MXFP8", "ignore": ["lm_head"]}
+        kinds = {view.faults[0].kind for view in views(block).values()}
+        assert kinds <= {"unknown", "NotImplementedError"}
+
+
+@pytest.mark.parametrize("roles", [ALL_ROLES, EXPERTS])
+def test_block_fp8_loads_in_vllm_and_transformers(roles: frozenset[Role]) -> None:
+    units = {unit for unit in layer_units(CONFIG) if unit[1] in roles}
+    block = quantization_config("fp8-block", plain_ignore(CONFIG, units, ()), "none")
+    holds = stored(roles, rounding="fp8-block")
+    seen = {n: outcome(v, holds) for n, v in views(block).items()}
+    assert seen == {
+        "vllm": "ok", "vllm-wide": "ok", "sglang": "NotImplementedError", "transformers": "ok",
+    }  # fmt: skip
+
+
+def test_what_engines_make_of_other_ignore_lists_of_block_fp8() -> None:
+    everything = stored(ALL_ROLES, rounding="fp8-block")
+
+    def seen(ignored: list[str], **more: Any) -> dict[str, str]:
+        block = quantization_config("fp8-block", ignored, "none") | more
+        return {name: outcome(view, everything) for name, view in views(block).items()}
+
+    base = ["lm_head", *(f"model.layers.{s}.mlp.gate" for s in SPARSE)]
+    assert set(seen(base).values()) == {"ok", "NotImplementedError"}
+    # vLLM never asks for the head; in transformers it is a linear.
+    assert (seen([])["vllm"], seen([])["transformers"]) == ("ok", "mismatch")
+    one = [*base, "model.layers.0.self_attn.q_proj"]
+    assert (seen(one)["vllm"], seen(one)["transformers"]) == ("ValueError", "mismatch")
+    fused = [*base, *attention_names("gate_proj")]
+    assert seen(fused)["vllm"] == "ValueError"
+    assert seen([*base, "self_attn.o_proj"])["vllm"] == "ok"  # no whole name
+    assert seen([*base, "self_attn.o_proj"])["transformers"] == "mismatch"
+    assert seen([*base, "model.layers.3.mlp.experts"])["vllm"] == "mismatch"
+    # transformers prefers the other key, vLLM falls back to it.
+    both = seen(base, modules_to_not_convert=[])
+    assert (both["vllm"], both["transformers"]) == ("ok", "ok")
+    assert seen([], modules_to_not_convert=base)["transformers"] == "ok"
+    assert seen(base, activation_scheme="static")["vllm"] == "ValueError"
 
 
 def test_config_refusals() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from beamq.errors import TensorError, UsageError
 from beamq.formats import fp8, nvfp4
 from beamq.formats.numerics import E2M1_MAGNITUDES, e2m1_values, unpack_nibbles
-from beamq.model.gemm.backend import DenseWeight, Fp8Weight, Groups, LinearWeight, Nvfp4Weight
+from beamq.model.gemm.backend import (
+    DenseWeight,
+    Fp8Weight,
+    GroupFp8Weight,
+    Groups,
+    LinearWeight,
+    Nvfp4Weight,
+)
 from beamq.model.gemm.operands import fp4_tokens
 from beamq.model.gemm.reference import decode, nvfp4_operand, weight_operand
 from beamq.model.gemm.select import select_gemm
@@ -173,3 +182,36 @@ def test_refusals() -> None:
         select_gemm("reference").linear(torch.randn(4, 32), nvfp4_weight(torch.randn(8, 32), None))
     with pytest.raises(UsageError, match="'fast' is unknown, expected one of: auto, cublaslt"):
         select_gemm("fast")
+
+
+# MXFP8 and blocks: the sums in FP64, group by group
+
+
+@pytest.mark.parametrize("k", [256, 160])
+@pytest.mark.parametrize("kind", ["mxfp8", "fp8-block"])
+def test_groups_of_fp8_are_multiplied_as_their_values(kind: str, k: int) -> None:
+    torch.manual_seed(3)
+    w, x = torch.randn(200, k) * 0.05, torch.randn(7, k) * torch.logspace(-2, 2, k)
+    if kind == "mxfp8":
+        codes, scale = fp8.quantize_mx(w)
+        weight = GroupFp8Weight(codes=codes, scale=scale, group=32)
+        served = fp8.dequantize_mx(*fp8.quantize_mx(x), torch.float32)
+        decoded = fp8.dequantize_mx(codes, scale, torch.float32)
+    else:
+        codes, blocks = fp8.quantize_blocks(w)
+        rows = blocks.repeat_interleave(128, 0)[:200]
+        weight = GroupFp8Weight(codes=codes, scale=rows, group=128)
+        x8, sx = fp8.quantize_groups(x)
+        served = x8.float() * sx.repeat_interleave(128, 1)[:, :k]
+        decoded = fp8.dequantize_blocks(codes, blocks, torch.float32)
+    assert torch.equal(decode(weight, torch.float32), decoded)
+    exact = served.double() @ decoded.double().t()
+    y = select_gemm("reference").linear(x, weight)
+    assert torch.allclose(y.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+    assert torch.equal(select_gemm("auto").linear(x, weight), y), "no back end takes it"
+    experts = replace(weight, codes=weight.codes[None], scale=weight.scale[None])
+    grouped = select_gemm("reference").grouped(x, experts, Groups((0, 7)))
+    assert torch.equal(grouped, y)
+    near = select_gemm("weights-only").linear(x, weight)
+    wanted = (x.double() @ decoded.double().t()).float()
+    assert torch.allclose(near, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
