@@ -18,6 +18,7 @@ from benchmarks import (
     merge,
     quality,
     scaling_gpu,
+    sensitivity_budget,
     verify_speed,
 )
 from benchmarks.make_slice import TINY
@@ -26,7 +27,8 @@ RUN_BY = {
     "here": {
         "calibrate_cpu", "compare_cpu", "convert", "conversion_table", "forward_cpu",
         "kernels_cpu", "make_slice", "measuring", "merge", "numba_nvfp4", "peer_llmcompressor",
-        "peer_peft", "plain_copy", "quality", "scaling_gpu", "scaling_worker", "verify_speed",
+        "peer_peft", "plain_copy", "quality", "scaling_gpu", "scaling_worker",
+        "sensitivity_budget", "verify_speed",
     },
     "test_convert_gpu.py": {"convert_gpu", "conversion_stages"},
     "test_gpu_benchmarks.py": {
@@ -154,3 +156,17 @@ def test_kernels(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert "numba nvfp4_quantize" in found["million_elements_per_second"]
     assert set(found["c_by_level"]) >= {"baseline"}
     assert set(found["start_up_seconds"]) == {"c"}
+
+
+def test_sensitivity_at_a_budget(
+    beam_nano: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("scipy")
+    monkeypatch.setattr(sensitivity_budget, "BUDGETS", (0.3,))
+    sensitivity_budget.main([str(beam_nano), "--rows", "1", "--length", "32"])
+    *_, last = capsys.readouterr().out.splitlines()
+    budget, worst, worth, programme, three, _, *measured = last.split()
+    assert budget == "30%"
+    # The programme is the best choice, so no other one with its formats leaves less.
+    assert float(three) <= float(programme) <= min(float(worst), float(worth))
+    assert all(float(value) > 0 for value in measured)
