@@ -2,8 +2,9 @@
 
 In: a quantized Beam folder in the layout beamq (and ModelOpt, compressed-tensors) writes. Out: a
 BF16 folder that transformers and the engines load. Each value is FP32(code * scales) rounded to
-BF16 once; what quantization lost stays lost. The loop is the same as for quantizing (`run`), so it
-streams, resumes and leaves only whole files.
+BF16 once; what quantization lost stays lost. (MXFP8's values are exact in BF16, but for those below
+2^-126, of which bits may be lost without a message.) The loop is the same as for quantizing
+(`run`), so it streams, resumes and leaves only whole files.
 """
 
 from __future__ import annotations

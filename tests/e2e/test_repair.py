@@ -23,7 +23,7 @@ from beamq.convert.repair import RepairResult, repair, repairs_of
 from beamq.errors import CheckpointError, ResumeError, TensorError, UsageError
 from beamq.io.source import INDEX_NAME
 from beamq.plan.repairs import E4M3_VALUES, REPAIRS, rescaled_scales, scale_error
-from tests.helpers.checkpoint_damage import edit_json, read_json, shards
+from tests.helpers.checkpoint_damage import edit_json, poke, read_json, shards
 from tests.helpers.independent_decoder import bf16, decode, tensors_of
 from tests.helpers.safetensors_edit import Tensors, edit, load, save
 
@@ -775,3 +775,27 @@ def test_every_repair_is_planted_somewhere() -> None:
     alone = {"router-dtype", "head-quantized", "unusable", "unknown", "mixed-formats", "other",
              "float-dtype"}  # fmt: skip
     assert named | alone | {"files", "configs"} == set(REPAIRS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "suffix", "bad"),
+    [
+        ("mxfp8", "weight_scale", b"\xff"),
+        ("fp8-block", "weight_scale_inv", b"\x00\x00\xc0\x7f"),
+        ("nvfp4-fp8", "weight_scale", b"\x00\x00\xc0\x7f"),
+    ],
+)
+def test_scales_of_the_newer_formats_come_from_the_source(
+    recipe: str, suffix: str, bad: bytes, beam_nano: Path, tmp_path: Path
+) -> None:
+    made, mended = tmp_path / "made", tmp_path / "mended"
+    beamq.quantize(beam_nano, made, recipe=recipe, no_calibration=recipe == "nvfp4-fp8")
+    shard = made / "model-00001-of-00001.safetensors"
+    before = shard.read_bytes()
+    poke(made, f"model.layers.0.self_attn.o_proj.{suffix}", bad)
+    (made / "beamq.json").unlink()
+    with pytest.raises(TensorError, match=r"unusable .*give --source"):
+        repair(made, mended)
+    repair(made, mended, source=beam_nano)
+    assert (mended / shard.name).read_bytes() == before
+    assert beamq.verify(mended, source=beam_nano).ok
