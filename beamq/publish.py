@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from beamq.errors import CheckFailed, HubError
 from beamq.eval.verify.checks import VerifyReport
+from beamq.eval.verify.drafter import is_drafter_place
 from beamq.eval.verify.verify import verify
 from beamq.io.companions import WEIGHT_SUFFIXES, WRITTEN_ANEW, hidden, reason_left
 from beamq.io.files import user_path
@@ -104,10 +105,10 @@ def push(
 
     The repository and the branch `revision` are made if they do not exist; `private` refuses one
     that is public already. `show_progress` lets huggingface_hub draw its bars on stderr.
-    Every byte is first compared with beamq.json; `dry_run` then sends nothing. `checking` makes a
-    context around the comparison and yields what to call with bytes done and in total; `on_plan`
-    is called with the result of a dry run before anything is sent. Raises `CheckFailed` for a
-    folder that verify refuses and for a listing that differs at the end, `UsageError`, `HubError`,
+    Every byte is first compared with beamq.json (or, of a drafter, examined); `dry_run` then sends
+    nothing. `checking` makes a context around that and yields what to call with bytes done and in
+    total; `on_plan` is called with the result of a dry run before anything is sent. Raises
+    `CheckFailed` where verify refuses and where the listing differs, `UsageError`, `HubError`,
     `HubUnreachableError`.
     """
     begun = time.monotonic()
@@ -152,6 +153,8 @@ def push(
 def _require_structure(folder: Path) -> None:
     """Raise `CheckFailed` for a folder that beamq did not make, or that fails level `structure`."""
     report = verify(folder, level="structure")
+    if report.format == "drafter":
+        return _require_ok(folder, report, "--target BEAM")
     if report.check("manifest.present").status in ("skip", "warn"):
         raise CheckFailed(
             f"{folder}: cannot be published: it has no {MANIFEST_NAME}, so beamq did not make it;"
@@ -162,6 +165,8 @@ def _require_structure(folder: Path) -> None:
 
 def _require_bytes(folder: Path, progress: Advance | None) -> None:
     """Raise `CheckFailed` where a byte is not the one that was written; far faster than sending."""
+    if is_drafter_place(folder):  # it has no beamq.json: every value is looked at instead
+        return _require_ok(folder, verify(folder, progress=progress), "--target BEAM")
     report = verify(folder, level="quick", progress=progress)
     _require_ok(folder, report, "--quick")
     sums = report.check("checksums.tensors")
@@ -188,7 +193,11 @@ def _require_ok(folder: Path, report: VerifyReport, level: str) -> None:
 def files_to_push(folder: Path) -> tuple[tuple[PushFile, ...], tuple[tuple[str, str], ...]]:
     """The files to send, with those at the end that make it loadable; the names of others that are
     not hidden, and why they stay behind."""
-    own = {INDEX_NAME, *(Manifest.read(folder / MANIFEST_NAME).shards or ())}
+    own = {INDEX_NAME}
+    if (folder / MANIFEST_NAME).exists():
+        own.update(Manifest.read(folder / MANIFEST_NAME).shards or ())
+    else:  # a drafter
+        own.update(path.name for path in folder.glob("*.safetensors"))
     found, kept_back = [], []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()

@@ -15,6 +15,7 @@ unless they ask for nothing; what is in neither `FOREIGN` nor `HARMLESS` is for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -25,6 +26,7 @@ from beamq.io.files import read_json_object
 from beamq.units import short_repr
 
 MODEL_TYPE = "beam"
+DRAFTER_ARCHITECTURE = "DFlash2BeamDraftModel"
 MAX_LAYERS = 4096
 MAX_TENSORS = 1 << 20  # 27 times the 501B model's; a config must not fill memory
 LAYER_KINDS = ("sliding_attention", "full_attention")
@@ -134,6 +136,13 @@ class BeamConfig:
     def from_dict(cls, config: dict[str, Any]) -> BeamConfig:
         """Read a parsed `config.json`; a missing, mistyped or contradictory key is an error, and so
         is one that asks for what no Beam has."""
+        if is_drafter(config):
+            raise ConfigError(
+                f"config.json: describes a DFlash2 drafter ({DRAFTER_ARCHITECTURE}), not a Beam."
+                " Here it is neither converted nor run, because no engine loads a quantized one."
+                " Serve it as it is, beside its target, and check it with `beamq verify DRAFTER"
+                " --target BEAM`"
+            )
         if config.get("model_type") != MODEL_TYPE:
             raise ConfigError(
                 f"config.json: model_type is {config.get('model_type')!r}, expected"
@@ -178,6 +187,12 @@ class BeamConfig:
         _check_relations(built)
         _check_foreign(config, built)
         return built
+
+
+def is_drafter(config: Mapping[str, Any]) -> bool:
+    """Whether a parsed config.json describes a DFlash2 drafter (`beam.drafter`)."""
+    named = config.get("architectures")
+    return isinstance(named, list) and DRAFTER_ARCHITECTURE in named
 
 
 def unknown_keys(config: dict[str, Any]) -> list[str]:

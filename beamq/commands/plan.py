@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +21,7 @@ from beamq.units import show_bytes, show_count
 from beamq.version import __version__
 
 if TYPE_CHECKING:
+    from beamq.beam.drafter import DrafterConfig
     from beamq.beam.tensors import Role
     from beamq.plan.layout import Unit
     from beamq.plan.plan import Exclusion, Plan
@@ -32,6 +35,7 @@ def plan(
 ) -> None:
     """Show sizes, memory, disk and what fits where, from headers."""
     from beamq.convert.resources import check_cache
+    from beamq.eval.verify.drafter import read_drafter
     from beamq.plan.plan import make_plan
     from beamq.plan.serving import parse_gpu
     from beamq.report.serving import ServingView
@@ -48,7 +52,8 @@ def plan(
     )
     check_cache(made, options.cache_bytes)
     needs = needs_data(made, options.output or Path(), options)
-    serving = ServingView(made, context=options.context, gpu=machine, count=count)
+    drafter = read_drafter(options.drafter) if options.drafter is not None else None
+    serving = ServingView(made, context=options.context, gpu=machine, count=count, drafter=drafter)
     screen.show(
         lambda: {
             "command": "plan",
@@ -56,8 +61,28 @@ def plan(
             "needs": needs,
             "serving": serving.data(),
         },
-        lambda: [*plan_blocks(made, verbose=verbose), needs_text(needs), *serving.blocks()],
+        lambda: [
+            *plan_blocks(made, verbose=verbose),
+            needs_text(needs),
+            *serving.blocks(),
+            *(serving_flags(str(options.drafter), drafter) if drafter else []),
+        ],
     )
+
+
+def serving_flags(place: str, drafter: DrafterConfig) -> list[Block]:
+    """How each engine is told of a drafter. A block is one token that is known, then the drafts."""
+    from beamq.report.console import Command
+
+    count = drafter.block_size - 1 if drafter.block_size and drafter.block_size > 1 else "N"
+    config = json.dumps({"method": "dflash", "model": place, "num_speculative_tokens": count})
+    sglang = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", place]
+    return [
+        "",
+        "To serve with the drafter (SGLang needs pipeline size 1):",
+        Command(f"vLLM: {shlex.join(['--speculative-config', config])}"),
+        Command(f"SGLang: {shlex.join(sglang)}"),
+    ]
 
 
 SHOWN_MODULES = 2

@@ -16,6 +16,7 @@ from beamq.units import show_bytes, show_count, show_seconds
 if TYPE_CHECKING:
     from beamq.adapter.inspect import AdapterInspection
     from beamq.eval.verify.checks import CheckResult, VerifyReport
+    from beamq.eval.verify.drafter import DrafterInspection
     from beamq.eval.verify.inspect import Inspection
     from beamq.report.console import Block, Screen
 
@@ -25,6 +26,7 @@ class VerifyOptions:
     """How far to check."""
 
     source: str | None = option(None, "The checkpoint's source; every value is compared with it.")
+    target: str | None = option(None, "For a DFlash2 drafter: the Beam that it must fit.")
     level: Literal["structure", "tensors", "forward"] = option(
         "tensors",
         "structure: headers; tensors: every byte; forward: also run both models.",
@@ -44,26 +46,46 @@ def verify(
     verbose: bool,
 ) -> int:
     """Check that a folder is sound and matches its source."""
+    from beamq.eval.verify.drafter import is_drafter_place
     from beamq.eval.verify.verify import verify as check
+    from beamq.io.hub import hub_source
 
     if options.quick and options.level != "tensors":
         raise UsageError("--quick and --level contradict each other; give one")
+    here = hub_source(checkpoint) is None
+    drafter = options.target is not None or (here and is_drafter_place(checkpoint))
+    if drafter:
+        _refuse_for_drafter(checkpoint, options, adapter)
     with screen.progress("verifying") as advance:
         report = check(
             checkpoint,
-            source=options.source,
+            source=options.target if drafter else options.source,
             level="quick" if options.quick else options.level,
             engine=options.engine,
             workers=options.workers,
             progress=advance,
             **vars(adapter),
         )
-    hint = [] if report.ok or options.quick else _next_repair(report, options.source)
+    nothing = report.ok or options.quick or report.format == "drafter"
+    hint = [] if nothing else _next_repair(report, options.source)
     screen.show(
         lambda: {"command": "verify", **report.to_dict()},
         lambda: [*verify_blocks(report, verbose=verbose), *hint],
     )
     return 0 if report.ok else 1
+
+
+def _refuse_for_drafter(checkpoint: str, options: VerifyOptions, adapter: AdapterOptions) -> None:
+    """Raise `UsageError` for a target of what is no drafter, and a source or adapter of one."""
+    from beamq.eval.verify.drafter import is_drafter_place
+
+    if not is_drafter_place(checkpoint):
+        raise UsageError(f"--target is for DFlash2 drafters, and {checkpoint} is none")
+    if options.source is not None or adapter.adapter is not None or options.engine is not None:
+        raise UsageError(
+            f"{checkpoint} is a DFlash2 drafter, for which --source, --adapter and --engine mean"
+            " nothing; give --target, the Beam that it drafts for"
+        )
 
 
 def _next_repair(report: VerifyReport, source: str | None) -> list[Block]:
@@ -97,6 +119,7 @@ def inspect(
 ) -> None:
     """Describe a checkpoint or an adapter: format, quantized or adapted parts, oddities."""
     from beamq.adapter.inspect import inspect_adapter, is_adapter
+    from beamq.eval.verify.drafter import inspect_drafter, is_drafter_place
     from beamq.eval.verify.inspect import inspect_checkpoint
 
     if is_adapter(checkpoint):
@@ -108,6 +131,12 @@ def inspect(
             f"--source and --expert-lora options are for adapters, and {checkpoint} has no"
             " adapter_config.json"
         )
+    if is_drafter_place(checkpoint):
+        drafter = inspect_drafter(checkpoint)
+        screen.show(
+            lambda: {"command": "inspect", **drafter.to_dict()}, lambda: drafter_blocks(drafter)
+        )
+        return
     found = inspect_checkpoint(checkpoint)
     screen.show(lambda: {"command": "inspect", **found.to_dict()}, lambda: inspect_blocks(found))
 
@@ -145,6 +174,30 @@ def adapter_blocks(found: AdapterInspection) -> list[Block]:
     if found.refused is not None:
         notes.append(f"Would be refused: {found.refused}")
     return [*blocks, "", *notes] if notes else blocks
+
+
+def drafter_blocks(found: DrafterInspection) -> list[Block]:
+    """The drafter at a glance, what is odd about its config, and the next command."""
+    from beamq.report.console import Command
+    from beamq.report.tables import Table
+
+    ids = found.target_layer_ids and ", ".join(map(str, found.target_layer_ids))
+    rows = [
+        ("drafter", found.drafter),
+        ("kind", "DFlash2, for a Beam target"),
+        ("layers", found.layers),
+        ("hidden size", found.hidden_size),
+        ("vocabulary", found.vocab_size),
+        ("block size", found.block_size),
+        ("window", found.sliding_window),
+        ("target layers", ids),
+        ("size", f"{show_bytes(found.tensor_bytes)}, {counted(found.tensors, 'tensor')}"),
+        ("stored as", ", ".join(found.dtypes)),
+    ]
+    blocks: list[Block] = [Table(rows=[(label, str(value)) for label, value in rows if value]), ""]
+    blocks += [f"Note: {note}." for note in found.notes]
+    words = shlex.join(["beamq", "verify", found.drafter, "--target", "BEAM"])
+    return [*blocks, Command(f"next: {words}")]
 
 
 def inspect_blocks(found: Inspection) -> list[Block]:
@@ -208,14 +261,18 @@ def verify_blocks(report: VerifyReport, *, verbose: bool) -> list[Block]:
     if report.plain:
         blocks.append(_plain(report))
     if report.level != "quick":
-        loads: dict[bool | None, str] = {True: " yes", False: " no"}
+        loads = {True: " yes", False: " no"}
         answers = ", ".join(
-            engine + loads.get(answer, f": {report.check(ENGINES[engine]).detail}")
-            if engine not in report.refused
+            f"{engine}: {report.check(ENGINES[engine]).detail}"
+            if answer is None
             else f"{engine} no ({report.check(ENGINES[engine]).detail})"
+            if engine in report.refused
+            else engine + loads[answer]
             for engine, answer in report.loads.items()
         )
         blocks.append(f"Loads, by each engine's rules: {answers}.")
+    if report.format == "drafter" and report.check("target.sizes").detail == "needs --target":
+        blocks.append("Its structure alone was checked; whether it fits a Beam needs --target.")
     blocks.append(verdict(report))
     return blocks
 

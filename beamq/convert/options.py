@@ -66,6 +66,9 @@ class PlanOptions:
         tokens=True,
         shown="131072 or the model's",
     )
+    drafter: str | None = option(
+        None, "DFlash2 drafter to serve beside it: a folder, or org/name[@revision]."
+    )
     output: Path | None = option(
         None, "Where the output would be written.", type=Path, shown="this folder"
     )

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from beamq.beam.config import BeamConfig
+from beamq.beam.drafter import DrafterConfig
 from beamq.beam.tensors import Role
 from beamq.errors import UsageError
 from beamq.io.safetensors_header import ITEMSIZE
@@ -72,6 +73,7 @@ class Weights:
     config: BeamConfig
     parts: tuple[WeightPart, ...]
     blocked: Mapping[Role, int]
+    drafter: DrafterConfig | None = None  # served beside the model, whole on every GPU
 
     @property
     def nbytes(self) -> int:
@@ -102,14 +104,15 @@ class Weights:
 
     def per_gpu(self, layout: str, count: int) -> int | None:
         """Bytes on each of `count` GPUs; None where the model cannot be divided like that."""
+        drafter = self.drafter.nbytes if self.drafter else 0
         if layout == "tensor":
             if not tensor_parallel_fits(self.config, self.blocked, count):
                 return None
-            return sum(part.share(count) for part in self.parts)
+            return sum(part.share(count) for part in self.parts) + drafter
         if self.config.num_experts % count:
             return None
         _, experts = self.of(Role.EXPERT)
-        return self.nbytes - experts + -(-experts // count)
+        return self.nbytes - experts + -(-experts // count) + drafter
 
     def split(self) -> dict[str, dict[int, int | None]]:
         """`per_gpu` of every layout and number of GPUs."""
@@ -334,7 +337,9 @@ def fit(
     if held is None:
         return None
     heads = kv_heads_per_gpu(config, layout, count)
-    kv = kv_cache_nbytes(config, context, itemsize=kv_itemsize, heads=heads)
+    drafted = weights.drafter.kv_cache_nbytes if weights.drafter else _no_drafter
+    nbytes = partial(kv_cache_nbytes, config, itemsize=kv_itemsize, heads=heads)
+    kv = nbytes(context) + drafted(context)
     budget = round(gpu.nbytes * USABLE_SHARE) - RUNTIME_NBYTES - activation_nbytes(config)
     room = budget - held
     sequences = max(0, room // kv) * (count if layout == "expert" else 1)
@@ -346,7 +351,9 @@ def fit(
         kv_nbytes=kv,
         room_nbytes=room,
         sequences=sequences,
-        max_context=_longest_context(config, room, heads, kv_itemsize),
+        max_context=bisect_right(  # at most what the config allows
+            range(1, config.max_position_embeddings + 1), room, key=lambda n: nbytes(n) + drafted(n)
+        ),
     )
 
 
@@ -371,8 +378,5 @@ def smallest_count(weights: Weights, gpu: Gpu, *, context: int, kv_itemsize: int
     return None
 
 
-def _longest_context(config: BeamConfig, room: int, heads: int, itemsize: int) -> int:
-    """Tokens that one sequence may have in `room`, at most what the config allows."""
-    lengths = range(1, config.max_position_embeddings + 1)
-    nbytes = partial(kv_cache_nbytes, config, itemsize=itemsize, heads=heads)
-    return bisect_right(lengths, room, key=nbytes)
+def _no_drafter(_context: int) -> int:
+    return 0

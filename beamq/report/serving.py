@@ -6,8 +6,10 @@ arithmetic.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from beamq.beam.drafter import DrafterConfig
 from beamq.plan.plan import Plan
 from beamq.plan.serving import (
     BATCHED_TOKENS,
@@ -40,7 +42,13 @@ class ServingView:
     """One plan's needs at one context length, and on one kind of GPU if `gpu` is given."""
 
     def __init__(
-        self, plan: Plan, *, context: int | None, gpu: Gpu | None = None, count: int | None = None
+        self,
+        plan: Plan,
+        *,
+        context: int | None,
+        gpu: Gpu | None = None,
+        count: int | None = None,
+        drafter: DrafterConfig | None = None,
     ) -> None:
         config = plan.config
         self._plan = plan
@@ -50,19 +58,23 @@ class ServingView:
         self._counts = (count,) if count else COUNTS
         self._kv_dtype = "fp8" if plan.recipe.kv_cache == "fp8" else "bf16"
         self._need = {"context": self._context, "kv_itemsize": KV_ITEMSIZE[self._kv_dtype]}
-        self._source = model_weights(config)
-        self._output = model_weights(config, plan.formats)
+        self._source = replace(model_weights(config), drafter=drafter)
+        self._output = replace(model_weights(config, plan.formats), drafter=drafter)
 
     def data(self) -> dict[str, Any]:
         """The key `serving` of `beamq plan --json`. All bytes; null where a split is impossible.
 
-        context; kv_cache {dtype, bytes (one sequence), bytes_bf16, bytes_fp8, bytes_all_full};
+        context; drafter {bytes, kv_bytes (one sequence)} or null;
+        kv_cache {dtype, bytes (one sequence), bytes_bf16, bytes_fp8, bytes_all_full};
         weights_per_gpu {source, output} -> {tensor, expert} -> {"1", "2", ...};
         gpus [{gpu, gpu_bytes, smallest_count, fits: [{count, layout, fits, weight_bytes,
         kv_bytes, room_bytes, sequences, max_context}]}]: bytes of one GPU, full contexts on all.
         """
+        drafter = self._output.drafter
         return {
             "context": self._context,
+            "drafter": drafter
+            and {"bytes": drafter.nbytes, "kv_bytes": drafter.kv_cache_nbytes(self._context)},
             "kv_cache": {
                 "dtype": self._kv_dtype,
                 "bytes": self._kv(KV_ITEMSIZE[self._kv_dtype]),
@@ -104,7 +116,7 @@ class ServingView:
         """The same as text."""
         models = {"source": self._source.split(), self._plan.recipe.name: self._output.split()}
         blocks: list[Block] = ["", weights_per_gpu(models), *self._padding(), ""]
-        blocks += [self._kv_line(), ""]
+        blocks += [self._kv_line(), *self._drafter_line(), ""]
         if self._gpu is None:
             blocks.append(self._fits_table())
         else:
@@ -138,6 +150,16 @@ class ServingView:
             f"KV cache of one sequence of {self._context:,} tokens: {_both(self._kv(2))} in BF16,"
             f" {_both(self._kv(1))} in FP8 ({full} full layers{rest})."
         )
+
+    def _drafter_line(self) -> list[Block]:
+        drafter = self._output.drafter
+        if drafter is None:
+            return []
+        return [
+            f"Drafter: {show_bytes(drafter.nbytes)} of disk and, whole, of every GPU;"
+            f" {show_bytes(drafter.kv_cache_nbytes(self._context))} of BF16 KV cache for a"
+            " sequence. All figures of GPUs here include it."
+        ]
 
     def _padding(self) -> list[Block]:
         """A line on the padding of NVFP4 experts, where it makes them larger than an even share."""

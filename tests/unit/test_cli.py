@@ -40,8 +40,10 @@ CALIBRATION = {
 }  # fmt: skip
 PACKED = {"--expert-lora-layout", "--expert-lora-order"}
 ADAPTER = PACKED | {"--adapter"}
+MACHINE = {"--drafter", "--gpu", "--context", "--output", "--workers"}
+VERIFY = {"--target", "--source", "--level", "--engine", "--quick", "--workers"}
 SURFACE = {
-    "plan": ("source", PLAN | TALK | ADAPTER | {"--gpu", "--context", "--output", "--workers"}),
+    "plan": ("source", PLAN | TALK | ADAPTER | MACHINE),
     "calibrate": (
         "places",
         CALIBRATION | TALK | ADAPTER | {"--merge", "--output -o", "--resume", "--overwrite"},
@@ -56,10 +58,7 @@ SURFACE = {
         | {"--calibration", "--no-calibration", "--statistics", "--base-model", "--dry-run"}
         | {"--activation-headroom", "--only-changed"},
     ),
-    "verify": (
-        "checkpoint",
-        TALK | ADAPTER | {"--source", "--level", "--engine", "--quick", "--workers"},
-    ),
+    "verify": ("checkpoint", TALK | ADAPTER | VERIFY),
     "compare": (
         "source checkpoints",
         TALK

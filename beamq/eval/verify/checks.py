@@ -10,6 +10,7 @@ A folder that another tool made is held to what the engines need. What beamq wou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -102,6 +103,40 @@ _TABLES = {"structure": _STRUCTURE, "tensors": _TENSORS, "source": _SOURCE, "for
 CHECKS = {
     name: Check(level, *rest) for level, table in _TABLES.items() for name, rest in table.items()
 }
+DRAFTER_CHECKS = {
+    "files.readable": CHECKS["files.readable"],
+    "files.index": CHECKS["files.index"],
+    "drafter.config": Check(
+        "structure", "keys", "config.json has every key that an engine reads, with a fit value"
+    ),
+    "drafter.attention": Check(
+        "structure", "keys", "every layer has sliding attention and is not causal (vLLM asserts it)"
+    ),
+    "drafter.layer-ids": Check(
+        "structure", "ids", "target_layer_ids ascend from 0 on, each once (SGLang demands it)"
+    ),
+    "drafter.plain": Check(
+        "structure", "tensors", "nothing is quantized: neither engine loads a quantized drafter"
+    ),
+    "drafter.known": Check(
+        "structure", "tensors", "every name is the drafter's, without prefix (vLLM stops at others)"
+    ),
+    "drafter.present": Check(
+        "structure", "expected tensors", "every tensor that config.json calls for is stored"
+    ),
+    "drafter.shape": Check(
+        "structure", "tensors", "every tensor has the shape that config.json implies"
+    ),
+    "drafter.dtype": Check("structure", "tensors", "every tensor is BF16 (FP16 and FP32 load too)"),
+    "target.sizes": Check("structure", "sizes", "hidden_size and vocab_size are the target's"),
+    "target.layer-ids": Check("structure", "ids", "every layer of target_layer_ids exists"),
+    "target.head": Check(
+        "structure", "tensors", "the target's embeddings and head, which both share, are precise"
+    ),
+    "values.finite": CHECKS["values.finite"],
+    "values.zeros": CHECKS["values.zeros"],
+}
+"""The checks of a DFlash2 drafter; those of `target.*` need one."""
 HABITS = (
     "files.total-size", "files.shard-names", "files.unlisted", "files.metadata", "manifest.present",
     "config.agreement", "config.ignore", "config.dtype", "tensors.router", "scales.input-shared",
@@ -210,6 +245,7 @@ class VerifyReport:
 class CheckState:
     """What was recorded about one check so far."""
 
+    level: Level
     unit: str
     examined: int = 0
     measured: str = ""
@@ -240,7 +276,7 @@ class CheckState:
             return CheckResult(name, status, self.detail + more, tuple(self.where), count)
         if self.examined and self.skipped is None:
             return CheckResult(name, "pass", self.measured or f"{self.unit}: {self.examined:,}")
-        reason = self.skipped or _left_out(CHECKS[name].level, level, with_source)
+        reason = self.skipped or _left_out(self.level, level, with_source)
         return CheckResult(name, "skip", reason)
 
 
@@ -264,8 +300,10 @@ class Ledger:
     `refused`: see `VerifyReport`.
     """
 
-    def __init__(self) -> None:
-        self.states = {name: CheckState(unit=check.unit) for name, check in CHECKS.items()}
+    def __init__(self, checks: Mapping[str, Check] = CHECKS) -> None:
+        self.states = {
+            name: CheckState(level=check.level, unit=check.unit) for name, check in checks.items()
+        }
         self.strangers = False
         self.stopped: set[str] = set()
         self.refused: set[str] = set()

@@ -42,6 +42,7 @@ from beamq.eval.verify.config_files import (
     check_ignore_covers,
     declared_format,
 )
+from beamq.eval.verify.drafter import is_drafter_place, verify_drafter
 from beamq.eval.verify.folder import Folder, Sorter, check_scalars, read_folder
 from beamq.eval.verify.second_opinion import SECOND_OPINION, ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, plan_items, read_all
@@ -87,17 +88,15 @@ def verify(
     second time by Model-Optimizer or compressed-tensors; 0 omits that. `progress` is called in this
     thread with this rank's bytes done and in total. A Beam that is not quantized is checked for its
     structure, for checksums if it has a beamq.json, and against the quantized folder it was decoded
-    from, if `source` is that folder. Under torchrun all ranks make the same call (`structure` is
-    not shared). Raises `CheckpointError` where there is no checkpoint or its conversion has not
-    ended, what `map_sources` raises for `source`, and `EnvironmentFault` for a lost rank.
+    from, if `source` is that folder; a DFlash2 drafter against the Beam `source` that it must fit.
+    Under torchrun all ranks make the same call (`structure` is not shared). Raises
+    `CheckpointError` where there is no checkpoint or its conversion has not ended, what
+    `map_sources` raises for `source`, and `EnvironmentFault` for a lost rank.
     """
-    if level == "quick" and source is not None:
-        raise UsageError("--quick compares with beamq.json alone; leave out --source")
+    if hub_source(checkpoint) is None and is_drafter_place(checkpoint):
+        return verify_drafter(checkpoint, target=source, level=level, progress=progress)
     adapter = from_keywords(AdapterOptions, keywords)
-    if adapter.adapter is not None and source is None:
-        raise UsageError("--adapter is merged into the source; give --source")
-    if level == "forward" and source is None:
-        raise UsageError("level forward runs the checkpoint next to its source; give --source")
+    _check_source(source, level, adapter)
     started = time.monotonic()
     ranks = Ranks() if level == "structure" else current_ranks()
     threads = workers or min(cores_here(), MAX_THREADS)
@@ -127,6 +126,16 @@ def verify(
         stopped=tuple(engine for engine in ENGINES if engine in job.ledger.stopped),
         refused=tuple(engine for engine in ENGINES if engine in job.ledger.refused),
     )
+
+
+def _check_source(source: str | Path | None, level: str, adapter: AdapterOptions) -> None:
+    """Raise `UsageError` for a source that is given or missing where it should not be."""
+    if level == "quick" and source is not None:
+        raise UsageError("--quick compares with beamq.json alone; leave out --source")
+    if adapter.adapter is not None and source is None:
+        raise UsageError("--adapter is merged into the source; give --source")
+    if level == "forward" and source is None:
+        raise UsageError("level forward runs the checkpoint next to its source; give --source")
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from beamq.beam.tensors import classify
 from beamq.errors import printable
-from beamq.eval.verify.checks import CHECKS, Ledger
+from beamq.eval.verify.checks import CHECKS, DRAFTER_CHECKS, Ledger
 from beamq.eval.verify.folder import Linear, scalar_fault
 from beamq.eval.verify.second_opinion import choose_sample
 from beamq.eval.verify.values import Nvfp4Bound, fp8_nan
@@ -103,7 +103,11 @@ def test_names_of_strangers_are_made_printable() -> None:
 
 def test_the_documentation_lists_every_check(repo: Path) -> None:
     text = (repo / "docs" / "verify.md").read_text()
-    rows = [f"| `{name}` | {check.level} | {check.demand} |" for name, check in CHECKS.items()]
+    rows = [
+        f"| `{name}` | {check.level} | {check.demand} |"
+        for checks in (CHECKS, DRAFTER_CHECKS)
+        for name, check in checks.items()
+    ]
     assert [row for row in text.splitlines() if row.startswith("| `")] == rows
 
 
