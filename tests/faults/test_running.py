@@ -236,6 +236,7 @@ def test_ctrl_c_is_not_lost_in_a_callback(tmp_path: Path) -> None:
     """Python drops what is raised there, and prints a traceback."""
     code = (
         "import signal, threading, beamq.__main__ as start\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background\n"
         "class Last:\n"
         "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
         "start._keep_interrupts()\n"
