@@ -69,7 +69,7 @@ def written(tmp_path: Path) -> Manifest:
     (tmp_path / "README.md").write_bytes(b"people edit it")
     tensors = (tensor("b", 10), tensor("a", 12))
     shard = Shard(name="model.safetensors", header=HEADER, tensors=tensors, nbytes=14)
-    listed = ListedShard.of(shard, {"a": "fedcba9876543210", "b": "0123456789abcdef"})
+    listed = ListedShard.of(shard, {"a": "fedcba9876543210", "b": "0123456789abcdef"}, {}, {})
     content = {"recipe": {"name": "ü"}}
     return Manifest.write(tmp_path, content, [listed], ["README.md", "absent.txt"])
 
