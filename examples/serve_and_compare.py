@@ -31,6 +31,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 ATTEMPTS = 3
+MINUS_INFINITY = -9999.0  # written in its place by vLLM, by public notes; JSON cannot hold it
 LOGITS_BYTES = 2 << 30
 NOISE = "weights-only: 4-bit or 8-bit weights with BF16 activations, as vLLM's Marlin kernels"
 
@@ -158,6 +159,8 @@ def _tail(row: list[int], found: list[Any]) -> Iterator[tuple[int, Any]]:
 def _finite(value: object, token: int, base: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise Fault(f"{base}: the log-probability of token {token} is {value!r}, not a number")
+    if value <= MINUS_INFINITY:
+        raise Fault(f"{base}: the log-probability of token {token} is minus infinity ({value})")
     return float(value)
 
 

@@ -116,6 +116,7 @@ def test_a_server_that_is_busy_or_cuts_an_answer_is_asked_again(
         ([500, 500, 500], [-1.0], "answers 500: "),
         (["cut", "cut", "cut"], [-1.0], "IncompleteRead"),
         ([], [math.nan], "is nan, not a number"),
+        ([], [-9999.0], "is minus infinity"),
         ([], [None], "is None, not a number"),
     ],
 )

@@ -2,8 +2,8 @@
 
 In: a function from token ids to the log-probabilities of all but the first. `faults` are taken one
 a request before it answers properly: an HTTP status, or "cut" (half an answer). The forms of the
-answers were read in vLLM 0.33.0's completions and SGLang 0.5.23's /generate; none of their servers
-has answered these tests.
+answers are written from memory of vLLM's and SGLang's interfaces; parts were compared with public
+code of unknown versions, and none of their servers has answered these tests.
 """
 
 from __future__ import annotations
