@@ -43,7 +43,7 @@ class Flag:
     `name` is the flag (None: from the field's name), `type` what its text is read as (None: the
     type of the default, else text). `shown` is the default as help states it, for options whose
     default depends on the device or model. `many` lets the flag be repeated. `after` names the
-    field of another class that the flag follows in help. `library` means no flag: a keyword only.
+    field of another class that the flag follows in help. `keyword_only` means no flag.
 
     `size` reads `5GB` as bytes, `tokens` reads `128k` as 131,072. `at_least`, `at_most`, `among`,
     `choices` and `check`, which raises `UsageError`, bound the value. A shell's completion offers
@@ -69,7 +69,7 @@ class Flag:
     tokens: bool = False
     many: bool = False
     after: str | None = None
-    library: bool = False
+    keyword_only: bool = False
 
 
 def option(default: Any, flag: Flag | str, **how: Any) -> Any:

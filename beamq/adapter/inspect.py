@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from beamq.adapter.config import CONFIG_NAME
-from beamq.adapter.merged import merge_adapter, open_adapter, part_counts
+from beamq.adapter.merged import merge_adapter
+from beamq.adapter.open import open_adapter
 from beamq.adapter.options import PackedKeywords, PackedOptions
 from beamq.adapter.read import WEIGHTS_NAME, named_parts
+from beamq.adapter.record import part_counts
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import expected_tensors
 from beamq.errors import AdapterError

@@ -16,21 +16,17 @@ A pair of which A or B is all zero changes nothing, and its weight keeps its byt
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
-from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from beamq.adapter.config import CONFIG_NAME, AdapterConfig, read_adapter_config
+from beamq.adapter.open import Adapter, open_adapter
 from beamq.adapter.options import AdapterOptions
 from beamq.adapter.read import (
-    WEIGHTS_NAME,
     Assignment,
     Factor,
     Layout,
@@ -40,14 +36,13 @@ from beamq.adapter.read import (
     Update,
     assign,
     packed_weights,
-    part_of,
 )
+from beamq.adapter.record import adapter_record
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, Role, classify, packed_shape
-from beamq.errors import AdapterError, TensorError, UsageError, counted, shown_value
+from beamq.errors import AdapterError, TensorError, UsageError, counted
 from beamq.formats.kernels import cpu
-from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint, open_checkpoint, open_files
-from beamq.io.manifest import Manifest
+from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint, open_checkpoint
 from beamq.io.safetensors_header import ITEMSIZE, TensorSpec, few
 from beamq.io.shard_cache import DEFAULT_CACHE_BYTES
 from beamq.io.source import Header, Prefetch, SourceFiles
@@ -61,104 +56,8 @@ if TYPE_CHECKING:  # imported by the commands: NumPy and torch come later
 
     Floats = NDArray[np.float32]
 
-TEXT_FILES = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
-PIECE_BYTES = 1 << 22
-MAX_READERS = 16
 HELD_TENSORS = 4  # of packed experts, whose columns are needed: most often the two B of two layers
 NORM_ROWS = 4096  # of the embedding at a time; fixed, because the order of a sum is
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
-    """An adapter's files, its config and tensors, and a SHA-256 over all of its content.
-
-    `zeros` names the tensors in which every value is zero.
-    """
-
-    files: SourceFiles
-    config: AdapterConfig
-    tensors: tuple[TensorSpec, ...]
-    digest: str
-    zeros: frozenset[str]
-
-    @property
-    def label(self) -> str:
-        """What records may show: the folder's own name, or `org/name`; never a path."""
-        return self.files.label
-
-
-def open_adapter(adapter: str | Path) -> Adapter:
-    """Open a folder or `org/name[@revision]` on the Hub, and read all of it once.
-
-    Raises `AdapterError` for a config that cannot be merged, for weights that are only a pickle,
-    and for a value that is NaN or infinite.
-    """
-    files = open_files(adapter, cache_bytes=1 << 62)
-    try:
-        if not files.has(CONFIG_NAME):
-            why = "; it holds a model: are SOURCE and ADAPTER swapped?"
-            raise AdapterError(
-                f"{files.name}: no {CONFIG_NAME}; expected the folder of an adapter"
-                + (why if files.has("config.json") else "")
-            )
-        config = read_adapter_config(files.path(CONFIG_NAME))
-        if not files.has(WEIGHTS_NAME):
-            pickles = [name for name in files.names() if name.endswith((".bin", ".pt"))]
-            raise AdapterError(
-                f"{files.name}: no {WEIGHTS_NAME}"
-                + (
-                    f", only pickle files ({few(pickles)}), which beamq never opens; load the"
-                    " adapter with PEFT where you trust it, and save it again as safetensors"
-                    if pickles
-                    else "; is the adapter whole?"
-                )
-            )
-        tensors, _ = files.header(WEIGHTS_NAME)
-        digest, zeros = _read_all(files, files.path(CONFIG_NAME).read_bytes(), tensors)
-        return Adapter(
-            files=files,
-            config=config,
-            tensors=tuple(tensors),
-            digest=digest,
-            zeros=zeros,
-        )
-    except BaseException:
-        files.close()
-        raise
-
-
-def _read_all(
-    files: SourceFiles, config: bytes, tensors: Sequence[TensorSpec]
-) -> tuple[str, frozenset[str]]:
-    """A digest, and the names of tensors that hold only zeros.
-
-    The digest is a SHA-256 over the config, and over those of all tensors' pieces. Several threads
-    read them: an adapter of all experts has 2% of the model's bytes or more. Raises `AdapterError`
-    for a value that is not finite.
-    """
-    changing: set[str] = set()
-
-    def of_piece(spec: TensorSpec, start: int) -> bytes:
-        piece = bytearray(min(PIECE_BYTES, spec.nbytes - start))
-        files.read(spec.file, spec.offset + start, memoryview(piece), spec.name)
-        if spec.dtype in FLOAT_SOURCES:
-            found = cpu.amax(piece, spec.dtype)
-            if found.nonfinite:
-                raise AdapterError(
-                    f"{spec.file}: {spec.name} holds NaN or infinite values; has training diverged?"
-                )
-            if found.amax:
-                changing.add(spec.name)
-        return hashlib.sha256(piece).digest()
-
-    digest = hashlib.sha256(config)
-    for spec in tensors:
-        digest.update(f"\n{spec.name}\t{spec.dtype}\t{spec.shape}\n".encode())
-    pieces = [(spec, at) for spec in tensors for at in range(0, spec.nbytes, PIECE_BYTES)]
-    with ThreadPoolExecutor(min(usable_cores(), MAX_READERS)) as pool:
-        for each in pool.map(of_piece, *zip(*pieces, strict=True)) if pieces else ():
-            digest.update(each)
-    return digest.hexdigest(), frozenset(spec.name for spec in tensors) - changing
 
 
 def open_merged(
@@ -247,7 +146,7 @@ class MergedFiles(SourceFiles):
         self._rows = _changed_rows(checkpoint, found.updates, model)
         self._places = {row.name: name for name, rows in self._rows.items() for row in rows}
         self.merged_tensors = {name: self._merged_spec(spec) for name, spec in self._stored.items()}
-        self.merged = self._record()
+        self.merged = adapter_record(adapter, found, self.inner)
         self._lock = threading.RLock()
         self._held: OrderedDict[str, NDArray[Any]] = OrderedDict()
         self._column_scales: dict[str, torch.Tensor] = {}
@@ -258,39 +157,6 @@ class MergedFiles(SourceFiles):
         if spec.name not in self._rows or classify(spec.name).role not in FP32_ROLES:
             return spec
         return replace(spec, dtype="F32", nbytes=spec.numel * ITEMSIZE["F32"])
-
-    def _record(self) -> dict[str, Any]:
-        """What beamq.json, the card and the plan say of the adapter."""
-        found, config = self.assignment, self.adapter.config
-        notes = [*found.notes, *_own_texts(self.inner, self.adapter.files)]
-        pairs = [each for each in found.updates.values() if isinstance(each, LowRank)]
-        zeros = sum(
-            not self.adapter.zeros.isdisjoint((each.a.spec.name, each.b.spec.name))
-            for each in pairs
-            if each.magnitude is None
-        )
-        if zeros:
-            notes.append(
-                f"{zeros:,} of {len(pairs):,} low-rank updates have an A or B of zeros and"
-                " change nothing; was the adapter trained?"
-            )
-        scalings = Counter((each.rank, each.scaling) for each in pairs)
-        form = found.form
-        return {
-            "name": self.adapter.label,
-            "digest": self.adapter.digest,
-            "peft_version": config.peft_version,
-            "dora": config.use_dora,
-            "scalings": [
-                {"rank": rank, "scaling": scaling, "weights": count}
-                for (rank, scaling), count in scalings.items()
-            ],
-            "packed_experts": None
-            if form is None
-            else {"layout": form.layout, "order": form.order, "decided_by": form.reason},
-            "parts": part_counts(found.updates),
-            "notes": notes,
-        }
 
     # --- files -----------------------------------------------------------------------------------
 
@@ -578,54 +444,6 @@ class MergedFiles(SourceFiles):
                     )
 
 
-def recorded_adapter(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The record of the adapter in a checkpoint, which is merged as it is read, or was by `beamq
-    merge` before. The latter is what beamq.json says."""
-    if checkpoint.source.merged is not None:
-        return checkpoint.source.merged
-    manifest = Manifest.of(checkpoint.source)
-    return None if manifest is None else manifest.adapter
-
-
-def merged_notes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What a plan and a card say of the adapter in a checkpoint; nothing where there is none."""
-    merged = checkpoint.source.merged
-    if merged is None:
-        before = recorded_adapter(checkpoint)
-        if before is None:
-            return ()
-        return (f"the source has the adapter {shown_value(before.get('name'))} merged in",)
-    parts = ", ".join(f"{part} ({count:,})" for part, count in merged["parts"].items())
-    scalings = ", ".join(
-        f"rank {each['rank']} times {each['scaling']:g}" for each in merged["scalings"]
-    )
-    kind = "DoRA adapter" if merged["dora"] else "adapter"
-    said = [f"the {kind} {merged['name']} is merged into the weights: {parts}"]
-    if scalings:
-        said[0] += f"; {scalings}"
-    if (form := merged["packed_experts"]) is not None:
-        said.append(
-            f"packed experts of the adapter are read in PEFT's {form['layout']} layout, the expert"
-            f" {form['order']} in B (decided by: {form['decided_by']})"
-        )
-    return (*said, *merged["notes"])
-
-
-def _own_texts(source: SourceFiles, adapter: SourceFiles) -> list[str]:
-    """A note where a trainer saved another tokenizer or chat template beside the adapter."""
-    others = []
-    for name in sorted(set(TEXT_FILES) & set(adapter.names())):
-        with suppress(OSError):  # a link that points nowhere
-            if not source.has(name) or not cmp(adapter.path(name), source.path(name), False):
-                others.append(name)
-    if not others:
-        return []
-    return [
-        f"the adapter's folder has {few(others)}, which the source lacks or has with other content;"
-        " the output gets the source's files: copy those that the fine-tuned model needs"
-    ]
-
-
 CORE_FLOPS = 50e9  # of merging at rank 16, reading the adapter included; see docs/results.md
 
 
@@ -645,11 +463,6 @@ def merge_hint(checkpoint: Checkpoint) -> tuple[str, ...]:
         f"merging the adapter adds {flops / 1e12:,.3g} TFLOP of FP32 arithmetic on the CPU, about"
         f" {show_seconds(flops / CORE_FLOPS / cores)} on {counted(cores, 'core')}",
     )
-
-
-def part_counts(names: Iterable[str]) -> dict[str, int]:
-    """Number of weights by part."""
-    return dict(Counter(map(part_of, names)))
 
 
 def _changed_rows(
@@ -701,9 +514,9 @@ def _bytes(array: Floats | torch.Tensor) -> memoryview:
     import numpy as np
 
     if not isinstance(array, np.ndarray):
-        import torch
+        from beamq.formats.numerics import tensor_bytes
 
-        array = array.view(-1).view(torch.uint8).numpy()
+        return tensor_bytes(array)
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 

@@ -41,7 +41,7 @@ from beamq.errors import Interrupted, TensorError
 from beamq.formats import nvfp4
 from beamq.formats.gptq import damping_of, factorize, round_experts, shrunk
 from beamq.formats.kernels import cpu
-from beamq.formats.numerics import E4M3_MIN, NVFP4_BLOCK
+from beamq.formats.numerics import E4M3_MIN, NVFP4_BLOCK, tensor_bytes
 from beamq.formats.nvfp4 import QuantizedTensor
 from beamq.model.forward import LayerExperts
 from beamq.model.gemm.backend import DenseWeight, Gemm, LinearWeight, swiglu
@@ -378,22 +378,17 @@ def _sweep_on_cpu(
     codes = torch.empty(n, k // 2, dtype=torch.uint8)
     block_scale = torch.empty(n, k // NVFP4_BLOCK, dtype=torch.uint8)
     cpu.nvfp4_quantize(
-        _bytes(w_NK),
+        tensor_bytes(w_NK.contiguous()),
         {torch.bfloat16: "BF16", torch.float32: "F32"}[w_NK.dtype],
         k,
         float(scale),
-        _bytes(codes),
-        _bytes(block_scale),
+        tensor_bytes(codes),
+        tensor_bytes(block_scale),
         scale_rule="sweep",
-        weights=None if weight_K is None else _bytes(weight_K),
+        weights=None if weight_K is None else tensor_bytes(weight_K.contiguous()),
     )
     bits = block_scale.view(torch.float8_e4m3fn)
     return QuantizedTensor(codes=codes, block_scale=bits, global_scale=scale)
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers
 
 
 def _errors(w_ENK: torch.Tensor, found: QuantizedTensor) -> torch.Tensor:

@@ -61,10 +61,10 @@ def check_gemm(name: str) -> None:
     select_gemm(name)
 
 
-GEMM = Flag("GEMM back end, as auto or reference.", library=True, check=check_gemm)
+GEMM = Flag("GEMM back end, as auto or reference.", keyword_only=True, check=check_gemm)
 WORKERS = Flag("Number of threads.", type=int, at_least=1, at_most=1024, shown="usable cores")
 CACHE_SIZE = Flag(
-    "Disk limit for source shards, where the source is on the Hub.", size=True, library=True
+    "Disk limit for source shards, where the source is on the Hub.", size=True, keyword_only=True
 )
 DEVICE_MEMORY = Flag(
     "Memory limit of the forward pass, such as 20GB.",

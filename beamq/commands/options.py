@@ -88,7 +88,7 @@ def _ordered(classes: Iterable[type]) -> Iterator[Field[Any]]:
         each
         for cls in classes
         for each in fields(cls)
-        if FLAG in each.metadata and not each.metadata[FLAG].library
+        if FLAG in each.metadata and not each.metadata[FLAG].keyword_only
     ]
     for each in found:
         if each.metadata[FLAG].after is None:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from beamq.adapter.merged import recorded_adapter
+from beamq.adapter.record import recorded_adapter
 from beamq.convert.input_scales import InputScaleProvider
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.hub import names_a_path

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from beamq.adapter.merged import merged_notes
 from beamq.adapter.options import AdapterOptions
+from beamq.adapter.record import merged_notes
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import classify
 from beamq.convert import output as output_folder

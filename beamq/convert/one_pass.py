@@ -42,6 +42,7 @@ from beamq.convert.cpu_worker import JobContext, Worker, WorkerFactory
 from beamq.convert.input_scales import InputScaleProvider, from_statistics
 from beamq.convert.open_shards import JobResult, JobWriter, OpenShards, f32_bytes
 from beamq.convert.options import ConvertOptions
+from beamq.formats.numerics import tensor_bytes
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import user_path
 from beamq.io.journal import CALIBRATION, STATE_DIR
@@ -239,7 +240,7 @@ class StreamingConverter:
         places = self._places.get(spec.name)
         if not places:
             return
-        data = _bytes(tensor)
+        data = tensor_bytes(tensor.contiguous())
         base = first * (spec.nbytes // spec.shape[0]) if spec.shape else 0
         arrived: dict[int, dict[int, memoryview]] = {}
         for begin, end, index, number in places:
@@ -362,8 +363,8 @@ class ExpertWriter:
             rows = slice(first, first + member.source.shape[0])
             first = rows.stop
             outputs = Nvfp4Outputs(*member.outputs)
-            out.write(outputs.codes, _bytes(rounded.codes[rows]))
-            out.write(outputs.block_scale, _bytes(rounded.block_scale[rows]))
+            out.write(outputs.codes, tensor_bytes(rounded.codes[rows]))
+            out.write(outputs.block_scale, tensor_bytes(rounded.block_scale[rows]))
             out.write(outputs.global_scale, f32_bytes(rounded.global_scale))
         if job.shard in self._own:
             self._advance(job.source_nbytes)
@@ -413,8 +414,3 @@ def _key(job: Job) -> Key:
     if role.layer is None or role.expert is None:
         raise RuntimeError(f"{role.name}: an expert without a place")
     return role.layer, (role.expert, "down_proj" if role.proj == "down_proj" else "gate_up")
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy arrays are buffers

@@ -42,7 +42,7 @@ from beamq.errors import (
     printable,
 )
 from beamq.formats.kernels import cpu
-from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES
+from beamq.formats.numerics import NVFP4_BLOCK, TORCH_DTYPES, tensor_bytes
 from beamq.formats.nvfp4 import QuantizedTensor
 from beamq.io.checkpoint import FLOAT_SOURCES
 from beamq.io.files import user_path
@@ -174,13 +174,15 @@ class CpuKernels:
             for part in parts
         ]
         for group in range(groups):
-            peaks = [cpu.amax(_bytes(part[group]), _DTYPES[part.dtype]).amax for part in parts]
+            peaks = [
+                cpu.amax(tensor_bytes(part[group]), _DTYPES[part.dtype]).amax for part in parts
+            ]
             scale = cpu.nvfp4_global_scale(max(peaks))
             scales[group] = scale
             for part, made, found in zip(parts, quantized, counts, strict=True):
                 kinds = cpu.nvfp4_quantize(
-                    _bytes(part[group]), _DTYPES[part.dtype], part.shape[-1], scale,
-                    _bytes(made.codes[group]), _bytes(made.block_scale[group]),
+                    tensor_bytes(part[group]), _DTYPES[part.dtype], part.shape[-1], scale,
+                    tensor_bytes(made.codes[group]), tensor_bytes(made.block_scale[group]),
                     scale_rule=scale_rule,
                 )  # fmt: skip
                 found[group] = found.new_tensor(astuple(kinds))
@@ -195,16 +197,16 @@ class CpuKernels:
         scale = w.new_empty(len(w), *fmt.scale_shape(n, k), dtype=TORCH_DTYPES[fmt.scale_dtype])
         for part, code, own in zip(w, codes, scale, strict=True):
             found = cpu.fp8_quantize(
-                rounding, _bytes(part), _DTYPES[w.dtype], k, _bytes(code), _bytes(own)
+                rounding,
+                tensor_bytes(part),
+                _DTYPES[w.dtype],
+                k,
+                tensor_bytes(code),
+                tensor_bytes(own),
             )
             counts[0] += found.nonfinite
             counts[1] += found.zero_rows
         return codes, scale
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """The memory of a contiguous tensor on the CPU."""
-    return tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _kernels(device: torch.device) -> Any:

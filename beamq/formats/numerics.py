@@ -144,3 +144,8 @@ def tensor_from_bytes(data: Any, dtype: str, shape: tuple[int, ...]) -> torch.Te
     if 0 in shape:
         return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
     return torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).reshape(shape)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

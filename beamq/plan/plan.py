@@ -25,8 +25,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Unpack
 
-from beamq.adapter.merged import merge_hint, merged_notes, open_merged
+from beamq.adapter.merged import merge_hint, open_merged
 from beamq.adapter.options import AdapterKeywords, AdapterOptions
+from beamq.adapter.record import merged_notes
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import FP32_ROLES, QUANTIZABLE, Role, TensorRole, classify, fused_group
 from beamq.errors import CheckpointError, RecipeError, UsageError

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import beamq
 from beamq.adapter.inspect import is_adapter
-from beamq.adapter.merged import merge_adapter, open_adapter
+from beamq.adapter.merged import merge_adapter
+from beamq.adapter.open import open_adapter
 from beamq.errors import AdapterError, CheckpointError, Interrupted, ResumeError, UsageError
 from beamq.eval.compare.adapter_effect import _Reader
 from beamq.io.checkpoint import open_checkpoint

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from beamq.adapter.merged import merge_adapter, open_adapter
+from beamq.adapter.merged import merge_adapter
+from beamq.adapter.open import open_adapter
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
 
 Tensors = dict[str, torch.Tensor]

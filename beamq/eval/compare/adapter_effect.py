@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
-from beamq.adapter.merged import MergedFiles, part_counts
+from beamq.adapter.merged import MergedFiles
 from beamq.adapter.read import part_of
+from beamq.adapter.record import part_counts
 from beamq.beam.config import BeamConfig
 from beamq.beam.tensors import QUANTIZABLE, classify, fused_group
 from beamq.formats.kernels import cpu

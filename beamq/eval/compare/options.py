@@ -31,7 +31,7 @@ class CompareOptions:
     sequence_length: int | None = option(None, replace(SEQUENCE_LENGTH, at_least=2))
     seed: int = option(0, SEED)
     input_ids: NDArray[int64] | torch.Tensor | Sequence[Sequence[int]] | None = option(
-        None, "Token ids [S, T], in the place of data.", library=True
+        None, "Token ids [S, T], in the place of data.", keyword_only=True
     )
     dtype: str | None = option(None, replace(DTYPE, shown="bfloat16; float32 on a CPU"))
     device: str = option("auto", DEVICE)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from beamq.adapter.merged import recorded_adapter
+from beamq.adapter.record import recorded_adapter
 from beamq.beam.config import BeamConfig
 from beamq.errors import TensorError, UsageError, shown_value
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger

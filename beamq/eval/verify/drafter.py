@@ -30,6 +30,7 @@ from beamq.beam.tensors import Role, is_scale, role_of
 from beamq.errors import BeamqError, CheckpointError, ConfigError, UsageError
 from beamq.eval.verify.checks import DRAFTER_CHECKS, Ledger, VerifyReport
 from beamq.eval.verify.folder import named_files, optional_json, read_shards
+from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint, open_checkpoint, open_files
 from beamq.io.files import MAX_CONFIG_BYTES, read_json_object, user_path
 from beamq.io.hub import hub_source
@@ -297,21 +298,17 @@ class _DrafterPass:
 
     def check_values(self, progress: Callable[[int, int], None] | None) -> None:
         """NaN, infinity and zeros: every byte, in pieces."""
-        import numpy as np  # only where bytes are read
-
         total = sum(spec.nbytes for spec in self.tensors.values())
         for name, spec in self.tensors.items():
             if spec.dtype not in FLOAT_SOURCES:
                 continue
-            width, mask = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00),
-                           "F32": ("<u4", 0x7F800000)}[spec.dtype]  # fmt: skip
-            zero, wild, top = True, 0, np.dtype(width).type(mask)
+            zero, wild = True, 0
             for start in range(0, spec.nbytes, PIECE_BYTES):
                 piece = bytearray(min(PIECE_BYTES, spec.nbytes - start))
                 self.files.read(spec.file, spec.offset + start, memoryview(piece), name)
-                bits = np.frombuffer(piece, width)
-                wild += int(np.count_nonzero((bits & top) == top))
-                zero = zero and not np.any(bits << 1)  # -0.0 is zero
+                found = cpu.amax(piece, spec.dtype)
+                wild += found.nonfinite
+                zero = zero and not found.nonfinite and not found.amax
                 self.nbytes += len(piece)
                 if progress is not None:
                     progress(self.nbytes, total)

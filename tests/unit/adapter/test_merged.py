@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from beamq.adapter.merged import MergedFiles, merged_notes, open_adapter
+from beamq.adapter.merged import MergedFiles
+from beamq.adapter.open import open_adapter
+from beamq.adapter.record import merged_notes
 from beamq.beam.config import BeamConfig
 from beamq.errors import AdapterError, TensorError
 from beamq.io.checkpoint import Checkpoint, open_checkpoint
