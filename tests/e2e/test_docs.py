@@ -138,6 +138,15 @@ def test_every_benchmark_and_script_exists() -> None:
             assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.M), (page, name)
 
 
+def test_the_readme_shows_what_verify_finds(beam_nano: Path, tmp_path: Path) -> None:
+    beamq.quantize(beam_nano, tmp_path / "out", samples=4, sequence_length=64)
+    checks = [each.status for each in beamq.verify(tmp_path / "out", source=beam_nano).checks]
+    passed, skipped = checks.count("pass"), checks.count("skip")
+    text = (ROOT / "README.md").read_text()
+    assert f"ok: {passed} checks passed, {skipped} skipped" in text
+    assert f"({passed - 3} more checks)" in text
+
+
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="MkDocs is not installed: .[docs]")
 def test_the_site_builds(tmp_path: Path) -> None:
     """Links and anchors lead somewhere; every page is in the navigation or is found by search."""
