@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 
 from beamq.calib.documents import (
     DataSpec,
-    Document,
     SourceLog,
     Split,
     documents,
@@ -40,6 +39,7 @@ from beamq.calib.documents import (
     row_texts,
 )
 from beamq.calib.presets import LARGE, PRESETS, PublicFile, default_text, public_rows, side
+from beamq.calib.rows import Document
 from beamq.errors import (
     CalibrationError,
     HubError,

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from beamq.calib.documents import READ_COLUMNS, Document, Row, Split, in_pieces
+from beamq.calib.documents import Split, in_pieces
+from beamq.calib.rows import READ_COLUMNS, Document, Row
 from beamq.errors import CalibrationError, MissingDependencyError
 from beamq.io.hub import HubRepo, dataset_files
 

@@ -26,7 +26,7 @@ from beamq.cli import main as command_line
 from beamq.errors import CheckpointError
 from beamq.eval.verify import verify as verifying
 from beamq.eval.verify.checks import Ledger
-from beamq.eval.verify.folder import Linear
+from beamq.eval.verify.inventory import Linear
 from beamq.eval.verify.values import Examiner, Item, Outcome
 from beamq.io.checkpoint import Checkpoint
 from beamq.io.files import OpenFiles

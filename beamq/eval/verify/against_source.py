@@ -20,11 +20,11 @@ from beamq.adapter.record import recorded_adapter
 from beamq.beam.config import BeamConfig
 from beamq.errors import TensorError, UsageError, shown_value
 from beamq.eval.verify.checks import FP8, NVFP4, Ledger
-from beamq.eval.verify.folder import (
+from beamq.eval.verify.folder import Folder
+from beamq.eval.verify.inventory import (
     LARGEST_GLOBAL,
     SCALE_SUFFIXES,
     SMALLEST_NORMAL,
-    Folder,
     Inventory,
 )
 from beamq.formats.kernels import cpu

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from beamq.eval.verify.against_source import read_rows, read_scales
 from beamq.eval.verify.checks import NVFP4, Ledger
-from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
+from beamq.eval.verify.inventory import LARGEST_GLOBAL, SMALLEST_NORMAL, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import Checkpoint
 from beamq.plan.layout import FP8_BLOCK, WEIGHT_FORMATS

@@ -28,7 +28,7 @@ from beamq.beam.tensors import FP32_ROLES, Role, TensorRole
 from beamq.errors import RecipeError
 from beamq.eval.verify.checks import NVFP4, Ledger, RoleError
 from beamq.eval.verify.checksums import NOT_WRITTEN, Readers
-from beamq.eval.verify.folder import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
+from beamq.eval.verify.inventory import LARGEST_GLOBAL, SMALLEST_NORMAL, Inventory, Linear
 from beamq.formats.kernels import cpu
 from beamq.io.checkpoint import FLOAT_SOURCES, Checkpoint
 from beamq.io.manifest import MANIFEST_NAME, Manifest, new_checksum

@@ -43,7 +43,8 @@ from beamq.eval.verify.config_files import (
     declared_format,
 )
 from beamq.eval.verify.drafter import is_drafter_place, verify_drafter
-from beamq.eval.verify.folder import Folder, Sorter, check_scalars, read_folder
+from beamq.eval.verify.folder import Folder, read_folder
+from beamq.eval.verify.inventory import Sorter, check_scalars
 from beamq.eval.verify.second_opinion import SECOND_OPINION, ask_second_opinion
 from beamq.eval.verify.values import Examiner, Item, Readable, plan_items, read_all
 from beamq.io.checkpoint import Checkpoint

@@ -23,8 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from beamq.calib import documents as rows
 from beamq.calib import documents as sources
+from beamq.calib import rows
 from beamq.calib.data import (
     CalibrationData,
     CheckpointTokenizer,
@@ -34,13 +34,13 @@ from beamq.calib.data import (
 )
 from beamq.calib.documents import (
     DataSpec,
-    Document,
     SourceLog,
     documents,
     in_pieces,
     parse_spec,
 )
 from beamq.calib.presets import MODULES, default_text, split_modules
+from beamq.calib.rows import Document
 from beamq.errors import (
     CalibrationError,
     HubError,

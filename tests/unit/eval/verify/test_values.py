@@ -11,7 +11,7 @@ import torch
 from beamq.beam.tensors import classify
 from beamq.errors import printable
 from beamq.eval.verify.checks import CHECKS, DRAFTER_CHECKS, Ledger
-from beamq.eval.verify.folder import Linear, scalar_fault
+from beamq.eval.verify.inventory import Linear, scalar_fault
 from beamq.eval.verify.second_opinion import choose_sample
 from beamq.eval.verify.values import Nvfp4Bound, fp8_nan
 from beamq.formats import nvfp4
